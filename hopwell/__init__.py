@@ -1,0 +1,1 @@
+"""Hopwell: exact attention for Hopper and Blackwell."""
