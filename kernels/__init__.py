@@ -1,1 +1,54 @@
+"""Kernels, and the one place where the interface asks for them."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ForwardFacts:
+    """Everything that is fixed when a forward kernel is compiled; all else is run-time.
+
+    Lengths, batch, heads, strides, the GQA group and the scale's magnitude never recompile.
+    """
+
+    dtype: str  # "float16" or "bfloat16": q, k, v and o alike
+    head_dim: int  # of q and k
+    head_dim_v: int  # of v and o
+    causal: bool  # a right bound on the keys exists (bottom-right aligned)
+    negative_scale: bool = False  # scale < 0: the largest score is at the smallest product
+
+
+def forward_kernel(
+    arch: str, facts: ForwardFacts
+) -> tuple[Callable[..., None], tuple[Any, ...], str]:
+    """What `cute.compile` needs to build the forward kernel of these facts.
+
+    Args:
+        arch: target, such as "sm_90a".
+        facts: the compile-time facts.
+
+    Returns:
+        (function, arguments, options) for `cute.compile(function, *arguments, options=options)`.
+        The compiled object is called as `(q, k, v, o, lse, scale)`, on the current stream of the
+        TVM-FFI environment:
+            q: (batch, len_q, heads_q, head_dim), o: (batch, len_q, heads_q, head_dim_v),
+            k: (batch, len_kv, heads_kv, head_dim), v: (batch, len_kv, heads_kv, head_dim_v),
+                16-byte aligned, last stride 1, the others any multiple of 8 elements, 0 too;
+            lse: (batch, heads_q, len_q), float32, contiguous;
+            scale: float, of the sign that the facts say; 0 counts as positive.
+        No extent may be 0.
+
+    Raises:
+        NotImplementedError: no kernel for `arch`.
+        LookupError: no tiles for these head dims.
+    """
+    if arch != "sm_90a":
+        raise NotImplementedError(f"no forward kernel for {arch}; there is one for sm_90a")
+    # Imported here: the compiler takes a second to import, and the facts alone need none of it.
+    from .fwd_sm90 import FwdSm90
+    from .tiles import forward_tiles
+
+    tiles = forward_tiles(arch, facts.head_dim, facts.head_dim_v)
+    kernel = FwdSm90(facts, tiles)
+    return kernel, kernel.fake_arguments(), f"--enable-tvm-ffi --gpu-arch {arch}"

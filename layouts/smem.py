@@ -1,0 +1,29 @@
+"""Swizzled shared-memory stages, as TMA writes them and wgmma and stmatrix address them."""
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import Numeric
+from cutlass.utils import LayoutEnum
+from cutlass.utils.hopper_helpers import get_smem_layout_atom
+
+SWIZZLE_BYTES = 1024  # the pattern of a swizzled stage repeats at this alignment
+
+
+def row_major_stages(
+    dtype: type[Numeric], rows: int, columns: int, stages: int, stage_elements: int = 0
+) -> cute.ComposedLayout:
+    """(rows, columns, stages), columns contiguous, in the widest swizzle that `columns` fills.
+
+    A stage is contiguous and starts `stage_elements` after the one before (0: no gap), so two
+    layouts of equal `stage_elements` can lend each other their stages one by one.
+    """
+    kind = get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, columns)
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    one = cute.tile_to_shape(atom, (rows, columns), order=(0, 1))
+    stage = cute.make_layout(stages, stride=stage_elements or rows * columns)
+    return cute.make_composed_layout(one.inner, 0, cute.append(one.outer, stage))
+
+
+def transposed(stages: cute.Tensor) -> cute.Tensor:
+    """(rows, columns, stages) seen as (columns, rows, stages): V as the B operand of P V."""
+    return cute.make_tensor(stages.iterator, cute.select(stages.layout, mode=[1, 0, 2]))
