@@ -1,1 +1,58 @@
-"""Hopwell: exact attention for Hopper and Blackwell."""
+"""Hopwell: exact attention for NVIDIA Hopper and Blackwell, and an emulator to run it without one.
+
+Every name here is imported when it is first used (PEP 562): `import hopwell` itself loads neither
+torch nor the compiler.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import emulator
+    from .interface.emulate import emulate
+    from .interface.functions import (
+        attention,
+        cache_info,
+        clear_cache,
+        compile,
+        export,
+        forward,
+        load,
+        supported,
+        warmup,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "__version__",
+    "attention",
+    "cache_info",
+    "clear_cache",
+    "compile",
+    "emulate",
+    "emulator",
+    "export",
+    "forward",
+    "load",
+    "supported",
+    "warmup",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "emulator":
+        value = importlib.import_module(".emulator", __name__)
+    else:
+        module = "emulate" if name == "emulate" else "functions"
+        value = getattr(importlib.import_module(f".interface.{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,439 @@
+"""Every error a user can cause, and its text: what was got, what is needed, what to do.
+
+Checks of one call are generators of `Problem`, so that `forward` raises the first and `supported`
+lists them all. Nothing else in the package raises for a user's input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..kernels.tiles import FORWARD
+from .arch import ARCH_OF_CAPABILITY
+
+LAYOUTS = {
+    "bshd": "(batch, len, heads, head_dim)",
+    "bhsd": "(batch, heads, len, head_dim)",
+}
+DTYPES = (torch.float16, torch.bfloat16)
+ALIGN_BYTES = 16  # what the TMA unit asks of a base address and of strides
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a call."""
+
+    error: type[Exception]
+    text: str
+
+
+def raise_first(problems: Iterator[Problem]) -> None:
+    """Raise the first problem, if there is one."""
+    for problem in problems:
+        raise problem.error(problem.text)
+
+
+def arch_of(device: torch.device) -> str | None:
+    """SM version to compile for on that device; None if it is no GPU or of another family."""
+    if device.type != "cuda":
+        return None
+    return ARCH_OF_CAPABILITY.get(torch.cuda.get_device_capability(device))
+
+
+def arches() -> tuple[str, ...]:
+    """SM versions there are kernels for."""
+    return tuple(sorted({row.arch for row in FORWARD}))
+
+
+def head_dims(arch: str | None) -> tuple[tuple[int, int], ...]:
+    """(head_dim, head_dim_v) there is a forward kernel for on that SM version; on any, if None."""
+    rows = {(row.head_dim, row.head_dim_v) for row in FORWARD if arch in (None, row.arch)}
+    return tuple(sorted(rows))
+
+
+# ---- tensors of one call -------------------------------------------------------------------------
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: Any,
+    causal: Any,
+    layout: Any,
+    out: Any,
+    lse: Any,
+    emulated: str | None,
+    wanted: str | None,
+) -> Iterator[Problem]:
+    """What is wrong with a forward call; later checks rest on earlier ones, which end the list.
+
+    Args:
+        q, k, v, scale, causal, layout, out, lse: as given by the user.
+        emulated: SM version of the active `emulate`, or None.
+        wanted: SM version that HOPWELL_ARCH names, or None.
+    """
+    tensors = {"q": q, "k": k, "v": v}
+    buffers = {name: t for name, t in (("out", out), ("lse", lse)) if t is not None}
+    basic = [*_kinds({**tensors, **buffers}), *_layout(layout), *_ranks(tensors)]
+    yield from basic
+    if basic:
+        return
+    yield from _dtypes(tensors)
+    yield from _devices({**tensors, **buffers}, emulated, wanted)
+    if layout == "bhsd":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = out if out is None or out.ndim != 4 else out.transpose(1, 2)
+    yield from _shapes(q.shape, k.shape, v.shape, layout)
+    yield from _head_dims(q, v, emulated or arch_of(q.device))
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        yield from _memory(name, tensor)
+    yield from _scale(scale)
+    yield from _causal(causal)
+    batch, len_q, heads, _ = q.shape
+    if out is not None:
+        yield from _buffer("out", out, (batch, len_q, heads, v.shape[3]), q.dtype, layout)
+    if lse is not None:
+        yield from _buffer("lse", lse, (batch, heads, len_q), torch.float32, layout)
+
+
+def _kinds(tensors: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            yield Problem(
+                TypeError,
+                f"{name} is a {type(tensor).__name__}; needs a torch.Tensor; "
+                "make one with torch.as_tensor or torch.from_dlpack",
+            )
+        elif tensor.layout != torch.strided:
+            yield Problem(
+                TypeError,
+                f"{name} has layout {tensor.layout}; needs torch.strided; call {name}.to_dense()",
+            )
+
+
+def _layout(layout: Any) -> Iterator[Problem]:
+    if layout not in LAYOUTS:
+        yield Problem(
+            ValueError,
+            f"layout is {layout!r}; needs 'bshd' {LAYOUTS['bshd']} or 'bhsd' {LAYOUTS['bhsd']}; "
+            "pass the one your tensors have",
+        )
+
+
+def _ranks(tensors: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.ndim != 4:
+            yield Problem(
+                ValueError,
+                f"{name} has {tensor.ndim} dimensions, shape {tuple(tensor.shape)}; needs 4: "
+                "batch, len, heads, head_dim; add the missing ones with unsqueeze",
+            )
+
+
+def _dtypes(tensors: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
+    kinds = {name: tensor.dtype for name, tensor in tensors.items()}
+    if len(set(kinds.values())) > 1:
+        got = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+        yield Problem(
+            TypeError, f"q, k and v differ in dtype: {got}; needs one dtype; cast with .to(q.dtype)"
+        )
+    if kinds["q"] not in DTYPES:
+        yield Problem(
+            TypeError,
+            f"q has dtype {kinds['q']}; needs torch.float16 or torch.bfloat16; "
+            "cast with .to(torch.bfloat16)",
+        )
+
+
+def _devices(
+    tensors: Mapping[str, torch.Tensor],
+    emulated: str | None,
+    wanted: str | None,
+) -> Iterator[Problem]:
+    devices = {name: tensor.device for name, tensor in tensors.items()}
+    if len(set(devices.values())) > 1:
+        got = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        yield Problem(
+            ValueError,
+            f"tensors are on different devices: {got}; needs one device; move them to it",
+        )
+        return
+    device = devices["q"]
+    if emulated is not None:
+        if device.type != "cpu":
+            yield Problem(
+                ValueError,
+                f"tensors are on {device} inside hopwell.emulate; the emulator needs CPU tensors; "
+                "move them with .cpu(), or call outside of emulate",
+            )
+    elif device.type == "cpu":
+        yield Problem(
+            ValueError,
+            "tensors are on the CPU; the kernels need a GPU, or the emulator; move them with "
+            '.cuda(), or call inside `with hopwell.emulate("sm_90a"):`',
+        )
+    elif device.type != "cuda":
+        yield Problem(
+            ValueError,
+            f"tensors are on {device}; the kernels need a CUDA device; move them with .cuda()",
+        )
+    else:
+        yield from gpu(device, wanted)
+
+
+def gpu(device: torch.device, wanted: str | None) -> Iterator[Problem]:
+    """Whether there are kernels for that CUDA device, and HOPWELL_ARCH (`wanted`) agrees."""
+    found = arch_of(device)
+    if found not in arches():
+        major, minor = torch.cuda.get_device_capability(device)
+        yield Problem(
+            NotImplementedError,
+            f"{device} is an {torch.cuda.get_device_name(device)} of compute capability "
+            f"{major}.{minor}; needs one that there are kernels for: {_gpu_names()}; "
+            "use torch.nn.functional.scaled_dot_product_attention on this GPU",
+        )
+    elif wanted and wanted != found:
+        yield Problem(
+            ValueError,
+            f"HOPWELL_ARCH is {wanted} but {device} is {found}; a GPU runs code for its own "
+            "SM version alone; unset HOPWELL_ARCH",
+        )
+
+
+def _shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int], layout: str) -> Iterator[Problem]:
+    """Shapes here are (batch, len, heads, head_dim), whatever the user's layout."""
+    if k[:3] != v[:3]:
+        yield Problem(
+            ValueError,
+            f"k and v differ in batch, len or heads: {_said(k, layout)} and {_said(v, layout)}; "
+            "needs one value for each key; check where they were split",
+        )
+    if q[0] != k[0]:
+        yield Problem(
+            ValueError,
+            f"q has batch {q[0]} and k has batch {k[0]}; needs the same batch; "
+            "expand the smaller one with .expand, which copies nothing",
+        )
+    if q[3] != k[3]:
+        yield Problem(
+            ValueError,
+            f"q has head_dim {q[3]} and k has head_dim {k[3]}; needs the same; "
+            f"check that the layout is {layout!r}, {LAYOUTS[layout]}",
+        )
+    if k[2] == 0 or q[2] % k[2]:
+        yield Problem(
+            ValueError,
+            f"q has {q[2]} heads and k has {k[2]}; needs q's heads to be a multiple of k's; "
+            f"check that the layout is {layout!r}, {LAYOUTS[layout]}",
+        )
+
+
+def _head_dims(q: torch.Tensor, v: torch.Tensor, arch: str | None) -> Iterator[Problem]:
+    got = (q.shape[3], v.shape[3])
+    there = head_dims(arch)
+    if got in there:
+        return
+    if got[0] != got[1] and got[0] in {head_dim for head_dim, _ in there}:
+        yield Problem(
+            NotImplementedError,
+            f"v has head_dim {got[1]} and q has head_dim {got[0]}; needs the same; "
+            "pad the narrower ones with zeros",
+        )
+    else:
+        yield Problem(
+            NotImplementedError,
+            f"head_dim is {got[0]}; needs one of {_listed([head_dim for head_dim, _ in there])}; "
+            "pad q, k and v with zeros up to the next one, and pass scale=1/sqrt(head_dim) of the "
+            "unpadded head_dim",
+        )
+
+
+def _memory(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
+    size = tensor.element_size()
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        yield Problem(
+            ValueError,
+            f"{name} has stride {tensor.stride(-1)} in head_dim; needs 1; "
+            f"call {name}.contiguous(), which copies",
+        )
+        return
+    for dim, stride in zip(("batch", "len", "heads"), tensor.stride(), strict=False):
+        if stride * size % ALIGN_BYTES:
+            yield Problem(
+                ValueError,
+                f"{name} has a stride of {stride * size} bytes in {dim}; needs a multiple of "
+                f"{ALIGN_BYTES}; call {name}.contiguous(), which copies",
+            )
+    yield from base(name, tensor)
+
+
+def base(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
+    """Whether a tensor starts where the TMA unit can read; every call repeats this one check."""
+    if tensor.data_ptr() % ALIGN_BYTES:
+        yield Problem(
+            ValueError,
+            f"{name} starts at an address that is {tensor.data_ptr() % ALIGN_BYTES} bytes past a "
+            f"multiple of {ALIGN_BYTES}; needs an aligned start; call {name}.clone(), which copies",
+        )
+
+
+def _scale(scale: Any) -> Iterator[Problem]:
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        yield Problem(
+            TypeError,
+            f"scale is a {type(scale).__name__}; needs a float or None; pass float(scale)",
+        )
+    elif not math.isfinite(scale):
+        yield Problem(
+            ValueError, f"scale is {scale}; needs a finite number; None means 1/sqrt(head_dim)"
+        )
+
+
+def _causal(causal: Any) -> Iterator[Problem]:
+    if not isinstance(causal, bool):
+        yield Problem(
+            TypeError,
+            f"causal is a {type(causal).__name__}; needs True or False; arbitrary masks are not "
+            "supported: use torch.nn.functional.scaled_dot_product_attention for those",
+        )
+
+
+def _buffer(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, layout: str
+) -> Iterator[Problem]:
+    if tuple(tensor.shape) != shape:
+        yield Problem(
+            ValueError,
+            f"{name} has shape {_said(tensor.shape, layout)}; needs {_said(shape, layout)}; "
+            f"make it with torch.empty, or leave {name} out",
+        )
+        return
+    if tensor.dtype != dtype:
+        yield Problem(
+            TypeError,
+            f"{name} has dtype {tensor.dtype}; needs {dtype}; "
+            f"make it with torch.empty(..., dtype={dtype}), or leave {name} out",
+        )
+        return
+    if any(extent > 1 and not step for extent, step in zip(shape, tensor.stride(), strict=True)):
+        yield Problem(
+            ValueError,
+            f"{name} is an expanded view, with several elements at one address; needs memory for "
+            f"each; make it with torch.empty, or leave {name} out",
+        )
+    elif name == "lse" and not tensor.is_contiguous():
+        yield Problem(
+            ValueError,
+            f"lse has strides {tensor.stride()}; needs a contiguous buffer; "
+            "make it with torch.empty, or leave lse out",
+        )
+    elif name == "out":
+        yield from _memory(name, tensor)
+
+
+def gradients(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse to cut a graph in silence.
+
+    Raises:
+        NotImplementedError: a tensor requires grad and gradients are being recorded.
+    """
+    named = [name for name, tensor in tensors.items() if tensor.requires_grad]
+    if named and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{_listed(named)} require(s) grad; this version has the forward pass alone; call it "
+            "under torch.no_grad(), or pass .detach()ed tensors"
+        )
+
+
+# ---- settings, folders, versions -----------------------------------------------------------------
+
+
+def choice(name: str, got: Any, there: Sequence[str]) -> str:
+    """Return `got` if it is one of the choices.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if got not in there:
+        raise ValueError(f"{name} is {got!r}; needs one of {_listed(there)}; pass one of those")
+    return got
+
+
+def arch(got: str | None) -> str:
+    """Return an SM version that there are kernels for.
+
+    Raises:
+        NotImplementedError: there are none.
+    """
+    if got not in arches():
+        raise NotImplementedError(
+            f"SM version is {got!r}; needs one that there are kernels for: {_listed(arches())}; "
+            "pass it as arch or in HOPWELL_ARCH"
+        )
+    return got
+
+
+def export_folder(folder: Path) -> None:
+    """Raises FileNotFoundError if there is no such folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is no folder; needs one of compiled kernels; "
+            f"write it with `python -m hopwell compile --arch {arches()[0]} --out {folder}`"
+        )
+
+
+def export_usable(folder: Path, usable: int, there: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError if a folder has no kernel that this installation can use."""
+    if usable:
+        return
+    found = sorted({f"DSL {facts['build']['dsl']}, {facts['host']} host" for facts in there})
+    raise ValueError(
+        f"{folder} holds {len(there)} kernels ({'; '.join(found) or 'none'}), but none compiled "
+        "from these sources, with this DSL version, for this host; needs the same version of "
+        "hopwell and nvidia-cutlass-dsl on both machines; write the folder again with "
+        f"`python -m hopwell compile --arch {arches()[0]} --out {folder}`"
+    )
+
+
+def dsl_version(package: str, found: str | None, needed: tuple[int, int]) -> str:
+    """Return the DSL's version.
+
+    Raises:
+        RuntimeError: it is not the minor version needed.
+    """
+    major, minor = needed
+    if found is None or not found.startswith(f"{major}.{minor}."):
+        raise RuntimeError(
+            f"found {package} {found or 'not installed'}; needs {major}.{minor}; "
+            f"run `pip install '{package}>={major}.{minor},<{major}.{minor + 1}'`"
+        )
+    return found
+
+
+def _said(shape: Sequence[int], layout: str) -> str:
+    """A shape as the user would write it; one of rank 4 is (batch, len, heads, head_dim) here."""
+    if layout == "bhsd" and len(shape) == 4:
+        batch, length, heads, dim = shape
+        shape = (batch, heads, length, dim)
+    return str(tuple(shape))
+
+
+def _listed(things: Sequence[Any]) -> str:
+    return ", ".join(str(thing) for thing in things)
+
+
+def _gpu_names() -> str:
+    capability = {arch: of for of, arch in ARCH_OF_CAPABILITY.items()}
+    return _listed(
+        [f"{arch} (compute capability {'.'.join(map(str, capability[arch]))})" for arch in arches()]
+    )

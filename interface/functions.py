@@ -1,0 +1,385 @@
+"""The functions a user calls: `attention`, `forward`, `supported`, `compile`, `warmup`, `export`.
+
+The first call of a signature (dtypes, shapes, strides, device, options) checks everything, finds
+the kernel and keeps a plan; later calls look the plan up, check what can differ between two calls
+of one signature (addresses, gradients) and launch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+
+from ..kernels import ForwardFacts, forward_kernel
+from . import checks, env
+from . import compile as compiling
+from .cache import Store
+from .emulate import active
+
+Layout = Literal["bshd", "bhsd"]
+_DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_PLANS_KEPT = 4096  # a server meets thousands of lengths; a plan takes about 1 kB
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What `forward` needs to know about one signature."""
+
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, int, int]
+    scale: float  # 1/sqrt(head_dim)
+    call: Callable[..., None] | None  # None: nothing to compute, or nothing to attend
+
+
+@dataclass(frozen=True)
+class Support:
+    """Answer of `supported`."""
+
+    ok: bool
+    reasons: tuple[str, ...]  # why not: every one of them
+    kernel: str  # what would run; empty if nothing would
+    compiled: bool  # whether that is at hand without running the compiler
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """Answer of `cache_info`."""
+
+    folder: Path
+    enabled: bool
+    entries: int
+    bytes: int
+    compiled: int  # by this process
+    loaded: int  # by this process, from disk
+
+
+_plans: OrderedDict[Any, _Plan] = OrderedDict()
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    return_lse: Literal[False] = False,
+    layout: Layout = "bshd",
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    return_lse: Literal[True],
+    layout: Layout = "bshd",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    return_lse: bool = False,
+    layout: Layout = "bshd",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale q k^T) v, exactly.
+
+    Args:
+        q: (batch, len_q, heads, head_dim), fp16 or bf16. Strides are free but for the last, which
+            is 1; addresses and strides are multiples of 16 bytes.
+        k, v: (batch, len_kv, heads_kv, head_dim); heads is a multiple of heads_kv, and query head
+            h attends with key head h // (heads // heads_kv).
+        scale: of the products; None is 1/sqrt(head_dim).
+        causal: query i sees keys up to i + len_kv - len_q, so that the last query sees every key.
+        return_lse: also return the log-sum-exp of each row.
+        layout: "bshd" as above, or "bhsd" with len and heads exchanged.
+
+    Returns:
+        out, of q's shape and dtype, contiguous; with return_lse (out, lse) as from `forward`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `forward`.
+    """
+    out, lse = forward(q, k, v, scale=scale, causal=causal, layout=layout)
+    return (out, lse) if return_lse else out
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    layout: Layout = "bshd",
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention` without autograd: always returns (out, lse), and writes to given buffers.
+
+    Args:
+        q, k, v, scale, causal, layout: as for `attention`.
+        out: buffer of q's shape and dtype; must not overlap q, k or v.
+        lse: contiguous fp32 buffer, (batch, heads, len_q) in either layout.
+
+    Returns:
+        out, and lse: the natural logarithm of the sum of exp(scale q k^T) over the keys that a
+        query sees. A query that sees none has out 0 and lse -inf.
+
+    Raises:
+        TypeError: dtypes differ or are not fp16 or bf16; an argument is not what it should be.
+        ValueError: shapes, strides, addresses or devices do not fit; CPU tensors without `emulate`.
+        NotImplementedError: no kernel for this head_dim or GPU; or an input requires grad.
+        emulator.KernelFault: inside `emulate`, when the checker found a fault in the kernel.
+    """
+    emulation = active()
+    try:
+        signature = (
+            _described(q),
+            _described(k),
+            _described(v),
+            out if out is None else _described(out),
+            lse if lse is None else _described(lse),
+            scale if scale is None else (type(scale), scale < 0, math.isfinite(scale)),
+            causal,
+            layout,
+            emulation if emulation is None else emulation.arch,
+        )
+        plan = _plans.get(signature)
+    except (AttributeError, TypeError, RuntimeError):
+        plan = signature = None  # not tensors and numbers: the checks will say what is what
+    if plan is None:
+        plan = _make_plan(q, k, v, scale=scale, causal=causal, layout=layout, out=out, lse=lse)
+        _plans[signature] = plan
+        if len(_plans) > _PLANS_KEPT:
+            _plans.popitem(last=False)
+    elif (q.data_ptr() | k.data_ptr() | v.data_ptr()) % checks.ALIGN_BYTES:
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            checks.raise_first(checks.base(name, tensor))
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        checks.gradients({"q": q, "k": k, "v": v})
+        q, k, v = q.detach(), k.detach(), v.detach()
+
+    if out is None:
+        out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device)
+    elif out.data_ptr() % checks.ALIGN_BYTES:
+        checks.raise_first(checks.base("out", out))
+    if lse is None:
+        lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
+    if plan.call is None:
+        return out.zero_(), lse.fill_(-math.inf)
+    seen = (q, k, v, out)
+    if layout == "bhsd":
+        seen = tuple(tensor.transpose(1, 2) for tensor in seen)
+    scale = plan.scale if scale is None else scale
+    if emulation is None:
+        plan.call(*seen, lse, scale)
+    else:
+        emulation.launch(plan.call, *seen, lse, scale, outputs=(seen[3], lse))
+    return out, lse
+
+
+def supported(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    layout: Layout = "bshd",
+) -> Support:
+    """Whether `forward` would take these arguments, or every reason why not; no side effects."""
+    problems = tuple(
+        _problems(q, k, v, scale=scale, causal=causal, layout=layout, out=None, lse=None)
+    )
+    if problems:
+        return Support(False, tuple(problem.text for problem in problems), "", False)
+    spec = _spec(_arch(q.device), _facts(q, v, scale, causal))
+    return Support(True, (), str(spec), compiling.ready(spec))
+
+
+def compile(
+    arch: str | Sequence[str] | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    dtypes: Sequence[torch.dtype] = checks.DTYPES,
+    head_dims: Sequence[int] | None = None,
+    causal: Sequence[bool] = (False, True),
+) -> list[Path]:
+    """Compile kernels ahead of time into the cache; needs no GPU and loads nothing.
+
+    Args:
+        arch: SM version or versions; by default HOPWELL_ARCH, else the GPU's, else "sm_90a".
+        out: folder to write to in place of the cache; `load` it where the kernels shall run.
+        dtypes, head_dims, causal: which variants; by default every one.
+
+    Returns:
+        The folders of the kernels, compiled now or found there.
+
+    Raises:
+        NotImplementedError: no kernels for that SM version.
+        OSError: the folder cannot be written.
+    """
+    arches = [arch] if isinstance(arch, str) else arch or [_arch(None)]
+    store = Store(Path(out) if out is not None else env.cache_dir())
+    return [
+        compiling.save(spec, store).folder
+        for name in arches
+        for spec in _variants(checks.arch(name), dtypes, head_dims, causal, (False, True))
+    ]
+
+
+def warmup(
+    arch: str | None = None,
+    *,
+    dtypes: Sequence[torch.dtype] = checks.DTYPES,
+    head_dims: Sequence[int] | None = None,
+    causal: Sequence[bool] = (False, True),
+) -> int:
+    """Have kernels compiled and loaded in this process, so that no later call waits for it.
+
+    Args:
+        arch: SM version; by default HOPWELL_ARCH, else the GPU's, else "sm_90a".
+        dtypes, head_dims, causal: which variants, by default every one; those for a negative scale
+            are left to their first call.
+
+    Returns:
+        How many kernels are ready.
+
+    Raises:
+        NotImplementedError: no kernels for that SM version.
+    """
+    specs = _variants(checks.arch(arch or _arch(None)), dtypes, head_dims, causal, (False,))
+    return len([compiling.launcher(spec) for spec in specs])
+
+
+def export(folder: str | os.PathLike[str], arch: str | Sequence[str] | None = None) -> list[Path]:
+    """`compile` every variant for `arch` into `folder`, to be `load`ed on another machine."""
+    return compile(arch, out=folder)
+
+
+def load(folder: str | os.PathLike[str]) -> int:
+    """Take kernels from a folder that `export` wrote, before the cache and the compiler.
+
+    Returns:
+        How many kernels the folder holds for this host and this version of Hopwell.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: it holds no kernel that this version of Hopwell can use here.
+    """
+    return compiling.load(folder)
+
+
+def cache_info() -> CacheInfo:
+    """Where compiled kernels are kept, what is there, and what this process compiled and loaded."""
+    folder = env.cache_dir()
+    entries = Store(folder).entries()
+    return CacheInfo(
+        folder=folder,
+        enabled=env.cache_enabled(),
+        entries=len(entries),
+        bytes=sum(entry.bytes for entry in entries),
+        compiled=compiling.counts.compiled,
+        loaded=compiling.counts.loaded,
+    )
+
+
+def clear_cache() -> int:
+    """Remove compiled kernels from disk and from this process; returns how many were on disk."""
+    _plans.clear()
+    compiling.forget()
+    return Store(env.cache_dir()).clear()
+
+
+def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _problems(q: Any, k: Any, v: Any, **options: Any) -> Iterator[checks.Problem]:
+    emulation = active()
+    emulated = emulation and emulation.arch
+    return checks.forward(q, k, v, emulated=emulated, wanted=env.ARCH.value, **options)
+
+
+def _make_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None,
+    causal: bool,
+    layout: Layout,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> _Plan:
+    checks.raise_first(
+        _problems(q, k, v, scale=scale, causal=causal, layout=layout, out=out, lse=lse)
+    )
+    checks.gradients({"q": q, "k": k, "v": v})
+    sequence, heads = (1, 2) if layout == "bshd" else (2, 1)
+    out_shape = (*q.shape[:3], v.shape[3])
+    call = None
+    if math.prod(out_shape) and k.shape[sequence]:
+        call = compiling.launcher(_spec(_arch(q.device), _facts(q, v, scale, causal))).call
+    return _Plan(
+        out_shape=out_shape,
+        lse_shape=(q.shape[0], q.shape[heads], q.shape[sequence]),
+        scale=1 / math.sqrt(q.shape[3]),
+        call=call,
+    )
+
+
+def _arch(device: torch.device | None) -> str:
+    """SM version to compile for: of the active `emulate`, else of the device, else as set."""
+    if emulation := active():
+        return emulation.arch
+    if device is None:
+        if env.ARCH.value or not torch.cuda.is_available():
+            return env.ARCH.value or checks.arches()[0]
+        device = torch.device("cuda", torch.cuda.current_device())
+    checks.raise_first(checks.gpu(device, env.ARCH.value))
+    return checks.arch(checks.arch_of(device))
+
+
+def _facts(q: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool) -> ForwardFacts:
+    return ForwardFacts(
+        dtype=_DTYPE_NAMES[q.dtype],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        causal=causal,
+        negative_scale=scale is not None and scale < 0,
+    )
+
+
+def _spec(arch: str, facts: ForwardFacts) -> compiling.Spec:
+    fixed = tuple(sorted(asdict(facts).items()))
+    return compiling.Spec("forward", arch, fixed, lambda: forward_kernel(arch, facts))
+
+
+def _variants(
+    arch: str,
+    dtypes: Sequence[torch.dtype],
+    head_dims: Sequence[int] | None,
+    causal: Sequence[bool],
+    negative_scale: Sequence[bool],
+) -> list[compiling.Spec]:
+    shapes = [dims for dims in checks.head_dims(arch) if head_dims is None or dims[0] in head_dims]
+    return [
+        _spec(arch, ForwardFacts(_DTYPE_NAMES[dtype], *dims, masked, negative))
+        for dtype, dims, masked, negative in product(dtypes, shapes, causal, negative_scale)
+    ]
