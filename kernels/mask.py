@@ -1,6 +1,6 @@
 """Which scores exist: the range of K/V tiles of a Q tile, and the predicate inside a tile.
 
-Row i may attend to the columns below min(len_kv, i + 1 + right + len_kv - len_q): the lengths are
+Row i attends to the columns below min(len_kv, i + 1 + right + len_kv - len_q): the sequences are
 aligned at their ends (bottom-right), and causal is right = 0. Only the presence of the bound is a
 compile-time fact.
 """
@@ -14,42 +14,45 @@ from cutlass import Float32, Int32, const_expr
 
 @dataclass(frozen=True)
 class Mask:
-    """The mask of one (batch, head), in units of its own rows and columns."""
+    """The mask of one sequence, in its own rows and columns."""
 
     len_q: Int32
     len_kv: Int32
-    right: Int32 | int | None  # columns that a row sees past its diagonal; None: all of them
+    right: Int32 | None  # columns that a row sees past its diagonal; None: all of them
 
     def column_limit(self, row: Int32) -> Int32:
-        """First column that `row` may not attend to; may be negative."""
+        """First column that `row` does not attend to: at most len_kv, below 1 when it sees none."""
         if const_expr(self.right is None):
             return self.len_kv
         return cutlass.min(self.len_kv, row + 1 + self.right + self.len_kv - self.len_q)
 
-    def kv_tiles(self, first_row: Int32, tile_q: int, tile_kv: int) -> tuple[Int32, Int32]:
-        """(full, end): tiles [0, full) need no mask, tiles [full, end) do, others are not visited.
+    def kv_tiles(self, row: Int32, tile_q: int, tile_kv: int) -> tuple[Int32, Int32]:
+        """(full, end) for the Q tile at `row`: [0, full) need no mask, [full, end) do.
 
-        Both are 0 when no row of the tile has anything to attend to.
+        Tiles from `end` on hold no score of this Q tile; both are 0 when it has none at all.
         """
-        last_row = cutlass.min(first_row + tile_q, self.len_q) - 1
-        full = cutlass.max(self.column_limit(first_row), 0) // tile_kv
+        last_row = cutlass.min(row + tile_q, self.len_q) - 1
+        full = cutlass.max(self.column_limit(row), 0) // tile_kv
         end = cute.ceil_div(cutlass.max(self.column_limit(last_row), 0), tile_kv)
         return full, end
 
     @cute.jit
     def apply(
-        self, scores: cute.Tensor, coordinates: cute.Tensor, row: Int32, column: Int32, hidden
+        self,
+        scores: cute.Tensor,
+        offsets: cute.Tensor,
+        row: Int32,
+        column: Int32,
+        hidden: Float32,
     ) -> None:
         """Overwrite the scores that do not exist with `hidden`.
 
         Args:
             scores: (rows, columns) of this thread, float32.
-            coordinates: the same shape, the (row, column) of each inside the tile.
-            row, column: the tile's first row and column.
+            offsets: of the same shape, the (row, column) of each from the first.
+            row, column: where the first one lies.
         """
         for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-            # Relative to this thread's first column, so that the compares have constant operands.
-            limit = self.column_limit(row + coordinates[r, 0][0]) - column - coordinates[r, 0][1]
+            limit = self.column_limit(row + offsets[r, 0][0]) - column
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-                offset = 8 * (c // 2) + c % 2
-                scores[r, c] = scores[r, c] if offset < limit else hidden
+                scores[r, c] = scores[r, c] if offsets[0, c][1] < limit else hidden

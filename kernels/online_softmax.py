@@ -1,11 +1,14 @@
 """Online softmax over K/V tiles, in registers (FlashAttention-2, algorithm 1).
 
 For every row: m, the largest scaled score so far, and l, the sum of exp(score - m). A tile that
-raises m scales what came before by alpha = exp(m_old - m_new). O is divided by l once, at the end.
-Everything is in base 2: exp2(x * scale_log2 - m * scale_log2) is one FMA and one MUFU operation.
+raises m scales what came before by alpha = exp(m_old - m_new); O is divided by l once, at the end.
+All of it in base 2: exp2(x * scale_log2 - m * scale_log2) is one FMA and one MUFU operation.
 """
 
+import functools
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -16,14 +19,15 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 SMALLEST_NORMAL = 2.0**-126
 QUAD_THREADS = 4  # lanes that share a row of an accumulator
+CHAINS = 4
 
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """m and l of the rows that this thread holds; the four lanes of a quad share a row.
+    """m and l of the rows that this thread holds, and shares with the other lanes of its quad.
 
-    `row_max` is kept in units of the raw product, where the maximum over scale * x is at the
-    largest x, or at the smallest when the scale is negative. `row_sum` covers this thread's columns
+    A score is scale * x, x an element of Q K^T. `row_max` keeps the x of the largest score: the
+    largest x, or the smallest when the scale is negative. `row_sum` covers this thread's columns
     alone until `finish`.
     """
 
@@ -34,9 +38,9 @@ class OnlineSoftmax:
 
     @staticmethod
     def create(rows: int, scale: Float32, negative_scale: bool) -> "OnlineSoftmax":
-        """For `rows` rows a thread. `scale` has the sign that `negative_scale` says, or is 0."""
-        # A hidden score is an infinity that the scale turns into -inf. A zero scale would make it
-        # NaN, so zero is taken as the smallest normal number.
+        """For `rows` rows a thread; `scale` has the sign that `negative_scale` says, or is 0."""
+        # The scale turns the infinity of a hidden score into -inf. Zero would turn it into NaN, so
+        # zero is taken as the smallest normal number.
         if negative_scale:
             scale_log2 = cute.arch.fmin(scale * LOG2_E, -SMALLEST_NORMAL)
         else:
@@ -46,62 +50,78 @@ class OnlineSoftmax:
 
     @property
     def hidden(self) -> Float32:
-        """The raw product of a score that does not exist."""
+        """The x of a score that does not exist."""
         return Float32.inf if self.negative_scale else -Float32.inf
 
     def larger(self, a: Float32, b: Float32) -> Float32:
-        """The raw product with the larger score."""
+        """The x of the larger score; a NaN loses."""
         return cute.arch.fmin(a, b) if self.negative_scale else cute.arch.fmax(a, b)
 
     def reset(self) -> None:
-        """Before the first tile: nothing seen."""
+        """Before the first tile: no score seen."""
         self.row_max.fill(self.hidden)
         self.row_sum.fill(0.0)
 
     @cute.jit
     def step(self, scores: cute.Tensor) -> cute.Tensor:
-        """Take one tile in: scores (rows, columns) become P, not divided; returns alpha (rows)."""
+        """Take in one tile.
+
+        Args:
+            scores: (rows, columns), float32: x on entry, P (not divided by l) on return.
+
+        Returns:
+            alpha: (rows), what everything before this tile is to be multiplied with.
+        """
         alpha = cute.make_rmem_tensor_like(self.row_max)
         for r in cutlass.range_constexpr(cute.size(self.row_max)):
             old = self.row_max[r]
-            new = self._quad_max(self._thread_max(scores, r, old))
+            new = self.quad_max(fold(self.larger, [old, *elements(scores, r)]))
             self.row_max[r] = new
-            # A row that has seen no score yet: infinity minus infinity would be NaN.
+            # Where no score is seen yet, infinity minus infinity would be NaN.
             pivot = Float32(0.0) if new == self.hidden else new
+            # Not as an FMA: an unchanged maximum must give exactly 1.
             alpha[r] = cute.math.exp2((old - pivot) * self.scale_log2, fastmath=True)
-            shift = pivot * self.scale_log2
-            row = scores[r, None].load()
-            p = cute.math.exp2(row * self.scale_log2 - shift, fastmath=True)
-            scores[r, None].store(p)
-            self.row_sum[r] = p.reduce(cute.ReductionOp.ADD, self.row_sum[r] * alpha[r], 0)
+            shift = -pivot * self.scale_log2
+            for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                power = cute.math.fma(scores[r, c], self.scale_log2, shift)
+                scores[r, c] = cute.math.exp2(power, fastmath=True)
+            self.row_sum[r] = fold(operator.add, [self.row_sum[r] * alpha[r], *elements(scores, r)])
         return alpha
 
     @cute.jit
     def finish(self) -> tuple[cute.Tensor, cute.Tensor]:
-        """After the last tile: (1 / l, LSE) of each row; (0, -inf) for a row that saw nothing."""
+        """After the last tile: (1 / l, LSE) of each row; (0, -inf) for a row without a score."""
         inverse = cute.make_rmem_tensor_like(self.row_sum)
         lse = cute.make_rmem_tensor_like(self.row_sum)
         for r in cutlass.range_constexpr(cute.size(self.row_sum)):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=QUAD_THREADS)
-            lse_log2 = self.row_max[r] * self.scale_log2 + cute.math.log2(total, fastmath=True)
-            inverse[r] = Float32(0.0) if total == 0.0 else cute.arch.rcp_approx(total)
-            lse[r] = -Float32.inf if total == 0.0 else lse_log2 * LN_2
+            log2 = cute.math.log2(total, fastmath=True)
+            lse_log2 = cute.math.fma(self.row_max[r], self.scale_log2, log2)
+            empty = total == 0.0  # false for NaN, which stays
+            inverse[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
+            lse[r] = -Float32.inf if empty else lse_log2 * LN_2
         return inverse, lse
 
     @cute.jit
-    def _thread_max(self, scores: cute.Tensor, r: cutlass.Constexpr[int], old: Float32) -> Float32:
-        """Largest of `old` and this thread's part of row r, in four independent chains."""
-        chains = [old, scores[r, 0], scores[r, 1], scores[r, 2]]
-        for c in cutlass.range_constexpr(3, cute.size(scores, mode=[1])):
-            chains[c % 4] = self.larger(chains[c % 4], scores[r, c])
-        return self.larger(self.larger(chains[0], chains[1]), self.larger(chains[2], chains[3]))
-
-    @cute.jit
-    def _quad_max(self, value: Float32) -> Float32:
+    def quad_max(self, value: Float32) -> Float32:
+        """The largest in the quad, in all of its lanes."""
         for distance in cutlass.range_constexpr(1, 3):
             other = cute.arch.shuffle_sync_bfly(value, offset=distance)
             value = self.larger(value, other)
         return value
+
+
+def elements(fragment: cute.Tensor, row: int) -> list[Float32]:
+    """This thread's part of a row."""
+    return [fragment[row, c] for c in range(cute.size(fragment, mode=[1]))]
+
+
+def fold(op: Callable[[Float32, Float32], Float32], values: list[Float32]) -> Float32:
+    """Reduce in CHAINS independent chains: no result waits for the one just before."""
+    chains = values[:CHAINS]
+    for i, value in enumerate(values[CHAINS:]):
+        chains[i % CHAINS] = op(chains[i % CHAINS], value)
+    return functools.reduce(op, chains)
 
 
 @cute.jit
@@ -109,3 +129,11 @@ def scale_rows(acc: cute.Tensor, factor: cute.Tensor) -> None:
     """Multiply each row of acc (rows, columns) by its factor."""
     for r in cutlass.range_constexpr(cute.size(factor)):
         acc[r, None].store(acc[r, None].load() * factor[r])
+
+
+@cute.jit
+def divide_rows(acc: cute.Tensor, inverse: cute.Tensor) -> None:
+    """The division by l. A row without a score becomes 0, even where 0 * V gave NaN."""
+    for r in cutlass.range_constexpr(cute.size(inverse)):
+        for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+            acc[r, c] = Float32(0.0) if inverse[r] == 0.0 else acc[r, c] * inverse[r]

@@ -6,14 +6,18 @@ cores take. Nothing here imports the compiler, so tables can be read and printed
 
 from dataclasses import dataclass
 
+from ..layouts.hardware import (
+    REGISTERS_PER_THREAD,
+    SMEM_BYTES,
+    SWIZZLE_BYTES,
+    WARPGROUP_THREADS,
+    WGMMA_DEPTH,
+    WGMMA_ROWS,
+    registers_at_entry,
+)
+
 ELEMENT_BYTES = 2  # fp16 and bf16
-MMA_ROWS = 64  # rows of one wgmma, hence of one consumer warpgroup
-MMA_K = 16  # depth of one wgmma for 16-bit operands
-WARPGROUP_THREADS = 128
-SMEM_BYTES = {"sm_90a": 227 * 1024}
-SMEM_RESERVED_BYTES = 1024  # mbarriers, and the gap before the first swizzle atom
-REGISTER_FILE = 65536
-REGISTERS_PER_THREAD = range(24, 257, 8)  # what setmaxnreg accepts
+BARRIER_BYTES = SWIZZLE_BYTES  # mbarriers, and the gap up to the first swizzled buffer
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -22,12 +26,12 @@ def padded_head_dim(head_dim: int) -> int:
     The one rounding rule for loads, products and stores. Columns past `head_dim` are zero-filled by
     TMA when loaded and clipped by it when stored.
     """
-    return -(-head_dim // MMA_K) * MMA_K
+    return -(-head_dim // WGMMA_DEPTH) * WGMMA_DEPTH
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Shape and resources of one kernel on one SM.
+    """Shape and resources of one Hopper kernel.
 
     Raises ValueError, naming the field and its value, for a row that the SM cannot run.
     """
@@ -35,7 +39,7 @@ class Tiles:
     arch: str
     head_dim: int  # of Q and K
     head_dim_v: int  # of V and O
-    tile_kv: int  # keys per K/V stage
+    tile_kv: int  # keys of one K/V stage
     consumer_warpgroups: int  # each owns 64 rows of Q
     stages_k: int
     stages_v: int
@@ -46,13 +50,13 @@ class Tiles:
 
     def __post_init__(self) -> None:
         if self.arch not in SMEM_BYTES:
-            raise ValueError(f"arch={self.arch!r}: expected one of {sorted(SMEM_BYTES)}")
+            raise ValueError(f"arch={self.arch!r}: needs one of {sorted(SMEM_BYTES)}")
         for name in ("head_dim", "head_dim_v"):
             value = getattr(self, name)
             if value % 8 or not 8 <= value <= 256:
                 raise ValueError(f"{name}={value}: needs a multiple of 8 from 8 to 256")
-        if self.tile_kv % MMA_K or not MMA_K <= self.tile_kv <= 256:
-            raise ValueError(f"tile_kv={self.tile_kv}: needs a multiple of {MMA_K} up to 256")
+        if self.tile_kv % WGMMA_DEPTH or not WGMMA_DEPTH <= self.tile_kv <= 256:
+            raise ValueError(f"tile_kv={self.tile_kv}: needs a multiple of {WGMMA_DEPTH} up to 256")
         if self.consumer_warpgroups not in (1, 2, 3):
             raise ValueError(f"consumer_warpgroups={self.consumer_warpgroups}: needs 1, 2 or 3")
         if self.ping_pong and self.consumer_warpgroups == 1:
@@ -63,25 +67,26 @@ class Tiles:
         for name in ("registers_load", "registers_consume"):
             if getattr(self, name) not in REGISTERS_PER_THREAD:
                 raise ValueError(f"{name}={getattr(self, name)}: needs a multiple of 8, 24 to 256")
-        if self.registers > REGISTER_FILE:
-            raise ValueError(f"registers={self.registers}: an SM has {REGISTER_FILE}")
+        available = registers_at_entry(self.threads) * self.threads
+        if self.registers > available:
+            raise ValueError(f"registers={self.registers}: {self.threads} threads get {available}")
         if self.smem_bytes > SMEM_BYTES[self.arch]:
-            raise ValueError(f"smem_bytes={self.smem_bytes}: {self.arch} has {SMEM_BYTES[self.arch]}")
+            raise ValueError(f"smem_bytes={self.smem_bytes}: a CTA has {SMEM_BYTES[self.arch]}")
+
+    @property
+    def threads(self) -> int:
+        """Threads of one CTA: a producer warpgroup, then the consumers."""
+        return WARPGROUP_THREADS * (1 + self.consumer_warpgroups)
 
     @property
     def tile_q(self) -> int:
         """Query rows of one CTA."""
-        return MMA_ROWS * self.consumer_warpgroups
+        return WGMMA_ROWS * self.consumer_warpgroups
 
     @property
     def q_bytes(self) -> int:
         """The tile of Q."""
         return self.tile_q * padded_head_dim(self.head_dim) * ELEMENT_BYTES
-
-    @property
-    def slab_elements(self) -> int:
-        """One warpgroup's rows of Q, or of O, which borrows their place in the epilogue."""
-        return MMA_ROWS * max(padded_head_dim(self.head_dim), padded_head_dim(self.head_dim_v))
 
     @property
     def k_bytes(self) -> int:
@@ -94,17 +99,22 @@ class Tiles:
         return self.tile_kv * padded_head_dim(self.head_dim_v) * ELEMENT_BYTES
 
     @property
+    def slab_elements(self) -> int:
+        """Room for one warpgroup's rows of Q, and of O, which borrows their place at the end."""
+        return WGMMA_ROWS * max(padded_head_dim(self.head_dim), padded_head_dim(self.head_dim_v))
+
+    @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA, at most."""
+        """Shared memory of one CTA."""
         slabs = self.consumer_warpgroups * self.slab_elements * ELEMENT_BYTES
         rings = self.stages_k * self.k_bytes + self.stages_v * self.v_bytes
-        return slabs + rings + SMEM_RESERVED_BYTES
+        return BARRIER_BYTES + slabs + rings
 
     @property
     def registers(self) -> int:
         """Registers of one CTA once setmaxnreg has moved them to the consumers."""
-        per_column = self.registers_load + self.consumer_warpgroups * self.registers_consume
-        return WARPGROUP_THREADS * per_column
+        consume = self.consumer_warpgroups * self.registers_consume
+        return WARPGROUP_THREADS * (self.registers_load + consume)
 
 
 FORWARD: tuple[Tiles, ...] = (
@@ -119,7 +129,7 @@ FORWARD: tuple[Tiles, ...] = (
         registers_load=24,
         registers_consume=240,
         ping_pong=True,
-        reason="80 KiB; S, P and O take 128 registers a thread: room for both products in flight",
+        reason="81 KiB; S, P and O take 128 registers a thread: room for both products in flight",
     ),
     Tiles(
         arch="sm_90a",
@@ -132,7 +142,7 @@ FORWARD: tuple[Tiles, ...] = (
         registers_load=24,
         registers_consume=240,
         ping_pong=True,
-        reason="161 KiB; wider tiles (160, 176) lost up to 5 %, a third warpgroup spills",
+        reason="161 KiB; S, P and O take 160 registers: a third warpgroup (160 each) would spill",
     ),
 )
 

@@ -6,8 +6,8 @@ import cutlass.cute as cute
 def rows_by_columns(acc: cute.Tensor) -> cute.Tensor:
     """Accumulator ((2, 2, n / 8), m, k) as (rows, columns) of this thread.
 
-    Mode 0 of a wgmma accumulator is (column pair, row half, column octet): a thread holds two rows
-    of each 64-row block, 8 apart, and two neighbouring columns of every eight.
+    Mode 0 of a wgmma accumulator is (column pair, row half, column octet): of a 64-row block a
+    thread holds two rows, 8 apart, and in each of them two neighbouring columns of every eight.
     """
     (pair, half, octets), blocks_m, blocks_n = acc.layout.shape
     (pair_d, half_d, octets_d), blocks_m_d, blocks_n_d = acc.layout.stride
@@ -31,3 +31,19 @@ def as_operand_a(acc: cute.Tensor) -> cute.Tensor:
         stride=((pair_d, half_d, octets_d), blocks_m_d, (2 * octets_d, blocks_n_d)),
     )
     return cute.make_tensor(acc.iterator, layout)
+
+
+def accumulator(mma: cute.TiledMma, shape: tuple[int, int], dtype: type) -> cute.Tensor:
+    """Registers for this thread's part of a (rows, columns) product."""
+    return cute.make_rmem_tensor(mma.partition_shape_C(shape), dtype)
+
+
+def offsets(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
+    """(rows, columns) of (row, column), from a thread's first element: compile-time numbers."""
+    first = mma.get_slice(0).partition_C(cute.make_identity_tensor(shape))
+    return rows_by_columns(first)
+
+
+def origin(mma: cute.TiledMma, shape: tuple[int, int], thread: cute.Int32) -> cute.Coord:
+    """(row, column) of this thread's first element in a (rows, columns) product."""
+    return mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))[0]

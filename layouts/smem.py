@@ -3,25 +3,36 @@
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import Numeric
-from cutlass.utils import LayoutEnum
+from cutlass.utils import LayoutEnum, SmemAllocator
 from cutlass.utils.hopper_helpers import get_smem_layout_atom
 
-SWIZZLE_BYTES = 1024  # the pattern of a swizzled stage repeats at this alignment
+from .hardware import SWIZZLE_BYTES
 
 
 def row_major_stages(
-    dtype: type[Numeric], rows: int, columns: int, stages: int, stage_elements: int = 0
+    dtype: type[Numeric], shape: tuple[int, int], stages: int, stage_elements: int = 0
 ) -> cute.ComposedLayout:
-    """(rows, columns, stages), columns contiguous, in the widest swizzle that `columns` fills.
+    """(rows, columns, stages), columns contiguous, in the widest swizzle that they fill.
 
     A stage is contiguous and starts `stage_elements` after the one before (0: no gap), so two
     layouts of equal `stage_elements` can lend each other their stages one by one.
     """
+    rows, columns = shape
     kind = get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, columns)
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
-    one = cute.tile_to_shape(atom, (rows, columns), order=(0, 1))
+    one = cute.tile_to_shape(atom, shape, order=(0, 1))
     stage = cute.make_layout(stages, stride=stage_elements or rows * columns)
     return cute.make_composed_layout(one.inner, 0, cute.append(one.outer, stage))
+
+
+def allocate(allocator: SmemAllocator, dtype: type[Numeric], layout: cute.ComposedLayout) -> cute.Tensor:
+    """Room for all stages of `layout`; the swizzle moves into the pointer."""
+    return allocator.allocate_tensor(dtype, layout.outer, SWIZZLE_BYTES, layout.inner)
+
+
+def borrow(stages: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
+    """The memory of `stages` seen in another layout with the same start of each stage."""
+    return cute.make_tensor(cute.recast_ptr(stages.iterator, layout.inner), layout.outer)
 
 
 def transposed(stages: cute.Tensor) -> cute.Tensor:

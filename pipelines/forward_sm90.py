@@ -4,19 +4,18 @@
      +------------------+   load_q  (1)      +--------------------------------------------+
      | warp 0           | -----------------> | S = Q K^T   (wgmma, both from smem)        |
      |   TMA: Q, K, V   |   load_k  (ring)   | P = softmax (registers)                    |
-     | warps 1..3 exit  | -----------------> | O += P V    (wgmma, P from registers)      |
-     |                  |   load_v  (ring)   | O / l -> the slab of Q -> TMA store        |
+     | warps 1..3 idle  | -----------------> | O += P V    (wgmma, P from registers)      |
+     |                  |   load_v  (ring)   | O / l -> the place of Q -> TMA store       |
      +------------------+ -----------------> +--------------------------------------------+
                                                mma_turn: ping-pong between the warpgroups
                                                store_o:  the four warps of one warpgroup
 
 K and V have a ring each, not one in common: a stage of K is free a whole softmax earlier than the
-V of the same tile, and the two may differ in bytes (head_dim_v != head_dim).
+V of the same tile, and the two differ in bytes when head_dim_v is not head_dim.
 """
 
-from .graph import WARP_THREADS, WARPGROUP_WARPS, Edge, Graph, Rendezvous, Role
-
-WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
+from ..layouts.hardware import WARPGROUP_THREADS, WARPGROUP_WARPS
+from .graph import Edge, Graph, Rendezvous, Role
 
 
 def forward_graph(
@@ -32,15 +31,11 @@ def forward_graph(
 ) -> Graph:
     """The graph for these sizes; bytes are those of one stage."""
     consumers = range(1, 1 + consumer_warpgroups)
+    consumer_warps = range(WARPGROUP_WARPS, WARPGROUP_WARPS * (1 + consumer_warpgroups))
     return Graph(
         roles=(
             Role("load", range(1), range(1), registers_load),
-            Role(
-                "consume",
-                range(consumers.start * WARPGROUP_WARPS, consumers.stop * WARPGROUP_WARPS),
-                consumers,
-                registers_consume,
-            ),
+            Role("consume", consumers, consumer_warps, registers_consume),
         ),
         edges=(
             Edge("load_q", "load", "consume", 1, q_bytes),
@@ -49,7 +44,7 @@ def forward_graph(
         ),
         rendezvous=(
             Rendezvous("store_o", consumer_warpgroups, WARPGROUP_THREADS),
-            # The one whose turn it is, and the one that hands it over.
+            # The warpgroup whose turn it is, and the one that hands it over.
             Rendezvous("mma_turn", consumer_warpgroups, 2 * WARPGROUP_THREADS),
         ),
     )

@@ -1,8 +1,8 @@
 """Warp-specialised pipelines as data: roles, edges and rendezvous, and the checks on them.
 
 A kernel states who runs where (`Role`), which payload flows from whom to whom through how many
-stages (`Edge`), and which warps meet at a named barrier (`Rendezvous`). Arrive counts, mbarrier
-storage, barrier numbers and the launch size are derived from that, never typed.
+stages (`Edge`), and how many threads meet at a named barrier (`Rendezvous`). Arrive counts, mbarrier
+storage, barrier numbers and the size of a CTA are derived from that, never typed.
 """
 
 from dataclasses import dataclass
@@ -11,31 +11,28 @@ from types import SimpleNamespace
 import cutlass.cute as cute
 from cutlass import pipeline
 
-WARP_THREADS = 32
-WARPGROUP_WARPS = 4
-REGISTER_FILE = 65536
-NAMED_BARRIERS = range(1, 16)  # 0 belongs to __syncthreads
-MAX_TRANSACTION_BYTES = 2**20 - 1
+from ..layouts.hardware import (
+    NAMED_BARRIERS,
+    REGISTERS_PER_THREAD,
+    TRANSACTION_BYTES,
+    WARPGROUP_THREADS,
+    WARPGROUP_WARPS,
+)
 
 
 @dataclass(frozen=True)
 class Role:
-    """Warps with one job: `warps` do it, in whole warpgroups that hold `registers` a thread."""
+    """One job: `warps` do it, and their `warpgroups` hold `registers` a thread meanwhile."""
 
     name: str
-    warps: range
     warpgroups: range
+    warps: range
     registers: int
-
-    @property
-    def threads(self) -> int:
-        """Threads that share the register budget."""
-        return len(self.warpgroups) * WARPGROUP_WARPS * WARP_THREADS
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A payload that TMA brings in `stages` of `stage_bytes`, from one role to another."""
+    """A payload that TMA brings from one role to another, in `stages` of `stage_bytes`."""
 
     name: str
     producer: str
@@ -46,7 +43,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """`count` hardware barriers, numbered one after the other, that `threads` threads meet at."""
+    """`count` hardware barriers, numbered one after the other, at each of which `threads` meet."""
 
     name: str
     count: int
@@ -62,77 +59,71 @@ class Graph:
 
     roles: tuple[Role, ...]
     edges: tuple[Edge, ...]
-    rendezvous: tuple[Rendezvous, ...] = ()
+    rendezvous: tuple[Rendezvous, ...]
 
     def __post_init__(self) -> None:
+        for kind in (self.roles, self.edges, self.rendezvous):
+            names = [member.name for member in kind]
+            if len(set(names)) < len(names):
+                raise ValueError(f"names repeat: {names}")
         self._check_roles()
         self._check_edges()
-        if self.named_barriers > len(NAMED_BARRIERS):
-            raise ValueError(f"{self.named_barriers} named barriers: there are 15")
+        for meeting in self.rendezvous:
+            if meeting.threads % 32 or not 0 < meeting.threads <= self.threads:
+                raise ValueError(f"rendezvous {meeting.name}: threads={meeting.threads}")
+        wanted = sum(meeting.count for meeting in self.rendezvous)
+        if wanted > len(NAMED_BARRIERS):
+            raise ValueError(f"{wanted} named barriers: there are {len(NAMED_BARRIERS)}")
 
     def _check_roles(self) -> None:
         owned = sorted(group for role in self.roles for group in role.warpgroups)
         if owned != list(range(len(owned))):
-            raise ValueError(f"warpgroups {owned}: roles must own 0..n-1, each once")
+            raise ValueError(f"warpgroups {owned}: every one needs one role")
         for role in self.roles:
-            own = {w // WARPGROUP_WARPS for w in role.warps}
-            if not own or not own <= set(role.warpgroups):
-                raise ValueError(f"role {role.name}: warps {role.warps} outside its warpgroups")
-        registers = sum(role.threads * role.registers for role in self.roles)
-        if registers > REGISTER_FILE:
-            raise ValueError(f"roles hold {registers} registers: an SM has {REGISTER_FILE}")
+            if not role.warps or {w // WARPGROUP_WARPS for w in role.warps} != {*role.warpgroups}:
+                raise ValueError(f"role {role.name}: {role.warps} is not in {role.warpgroups}")
+            if role.registers not in REGISTERS_PER_THREAD:
+                raise ValueError(f"role {role.name}: registers={role.registers}")
 
     def _check_edges(self) -> None:
-        names = [role.name for role in self.roles]
+        names = {role.name for role in self.roles}
         for edge in self.edges:
-            for end in (edge.producer, edge.consumer):
-                if end not in names:
-                    raise ValueError(f"edge {edge.name}: no role {end!r} among {names}")
-            if edge.producer == edge.consumer:
-                raise ValueError(f"edge {edge.name}: producer and consumer are both {end!r}")
+            ends = {edge.producer, edge.consumer}
+            if len(ends) < 2 or not ends <= names:
+                raise ValueError(f"edge {edge.name}: needs two of the roles {sorted(names)}")
             if edge.stages < 1:
                 raise ValueError(f"edge {edge.name}: stages={edge.stages}")
-            if not 0 < edge.stage_bytes <= MAX_TRANSACTION_BYTES:
+            if not 0 < edge.stage_bytes <= TRANSACTION_BYTES:
                 raise ValueError(f"edge {edge.name}: stage_bytes={edge.stage_bytes}")
-        if len({edge.name for edge in self.edges}) < len(self.edges):
-            raise ValueError(f"edge names repeat: {[edge.name for edge in self.edges]}")
 
     @property
     def threads(self) -> int:
         """Threads of one CTA."""
-        return sum(role.threads for role in self.roles)
+        return WARPGROUP_THREADS * sum(len(role.warpgroups) for role in self.roles)
 
     @property
     def mbarriers(self) -> int:
         """64-bit words of shared memory: a full and an empty barrier for each stage."""
         return sum(2 * edge.stages for edge in self.edges)
 
-    @property
-    def named_barriers(self) -> int:
-        """Hardware barriers in use besides number 0."""
-        return sum(meeting.count for meeting in self.rendezvous)
-
-    def role(self, name: str) -> Role:
-        """The role of that name."""
-        return next(role for role in self.roles if role.name == name)
-
     def arrive_counts(self, edge: Edge) -> tuple[int, int]:
         """(full, empty): one elected thread announces the bytes; each consumer warp releases."""
-        return 1, len(self.role(edge.consumer).warps)
+        consumer = next(role for role in self.roles if role.name == edge.consumer)
+        return 1, len(consumer.warps)
 
     def barrier(self, name: str) -> tuple[int, int]:
-        """(first number, threads) of a rendezvous."""
+        """(first number, threads) of a rendezvous. Raises KeyError when there is none so named."""
         number = NAMED_BARRIERS[0]
         for meeting in self.rendezvous:
             if meeting.name == name:
                 return number, meeting.threads
             number += meeting.count
-        raise ValueError(f"no rendezvous {name!r}")
+        raise KeyError(name)
 
     def build(self, storage: cute.Pointer) -> SimpleNamespace:
-        """Initialise every mbarrier (device code, all threads) and return pipelines by edge name.
+        """Initialise every mbarrier and return the pipelines by edge name. Device code.
 
-        `storage` has room for `mbarriers` words. The caller synchronises the CTA before use.
+        All threads call it and synchronise before use; `storage` has room for `mbarriers` words.
         """
         pipelines = SimpleNamespace()
         for edge in self.edges:

@@ -1,4 +1,4 @@
-"""The order in which CTAs visit output tiles: one number counts (batch, head, q_tile)."""
+"""The order in which CTAs visit output tiles: one number stands for (batch, head, q_tile)."""
 
 from dataclasses import dataclass
 
@@ -8,15 +8,15 @@ from cutlass import Int32
 
 @dataclass(frozen=True)
 class TileOrder:
-    """Tiles in line, a one-dimensional grid: no extent meets the 65,535 of a grid's y and z.
+    """Tiles in one line, so that no extent meets the limit of 65,535 of a grid's y and z.
 
-    q_tile runs fastest, so CTAs that start together share K and V in the L2 cache.
+    q_tile runs fastest: CTAs that start together share K and V in the L2 cache.
     """
 
     q_tiles: Int32
     heads: Int32
     batch: Int32
-    longest_first: cutlass.Constexpr[bool]  # the causal mask gives the last tiles of a sequence the most work
+    longest_first: cutlass.Constexpr[bool]  # under a causal mask the last q_tile has most to do
 
     @property
     def count(self) -> Int32:
@@ -25,8 +25,7 @@ class TileOrder:
 
     def locate(self, number: Int32) -> tuple[Int32, Int32, Int32]:
         """(q_tile, head, batch) of the tile with this number."""
-        q_tile = number % self.q_tiles
+        sequence, q_tile = number // self.q_tiles, number % self.q_tiles
         if self.longest_first:
             q_tile = self.q_tiles - 1 - q_tile
-        sequence = number // self.q_tiles
         return q_tile, sequence % self.heads, sequence // self.heads

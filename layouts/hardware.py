@@ -1,0 +1,29 @@
+"""What an SM has and what its instructions take: the numbers that configurations are checked with.
+
+Nothing here imports the compiler.
+"""
+
+WARP_THREADS = 32
+WARPGROUP_WARPS = 4
+WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
+
+SMEM_BYTES = {"sm_90a": 227 * 1024}  # of one CTA
+REGISTER_FILE = 65536  # 32-bit registers of an SM
+REGISTERS_PER_THREAD = range(24, 257, 8)  # what setmaxnreg takes
+
+NAMED_BARRIERS = range(1, 16)  # number 0 belongs to the barrier of the whole CTA
+TRANSACTION_BYTES = 2**20 - 1  # that one mbarrier can expect
+
+WGMMA_ROWS = 64
+WGMMA_DEPTH = 16  # for 16-bit operands
+TMA_ALIGNMENT_BYTES = 16  # of base addresses and strides
+SWIZZLE_BYTES = 1024  # the pattern of a swizzled buffer repeats at this alignment
+
+
+def registers_at_entry(threads: int) -> int:
+    """Registers that each thread of a CTA of `threads` starts with when it has the SM to itself.
+
+    setmaxnreg moves registers between warpgroups but never gets more than these in all.
+    """
+    granule = REGISTERS_PER_THREAD.step
+    return min(REGISTER_FILE // threads // granule * granule, REGISTERS_PER_THREAD[-1])
