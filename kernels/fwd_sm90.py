@@ -22,12 +22,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from ..layouts.fragments import accumulator, as_operand_a, offsets, origin, rows_by_columns
 from ..layouts.gmem import sequence_first, tma_tiles
-from ..layouts.hardware import TMA_ALIGNMENT_BYTES, WARPGROUP_THREADS, WARPGROUP_WARPS, WGMMA_ROWS
+from ..layouts.hardware import (
+    TMA_ALIGNMENT_BYTES,
+    WARP_THREADS,
+    WARPGROUP_THREADS,
+    WARPGROUP_WARPS,
+    WGMMA_ROWS,
+)
 from ..layouts.smem import allocate, borrow, row_major_stages, transposed
 from ..pipelines.forward_sm90 import forward_graph
 from ..pipelines.tile_order import TileOrder
@@ -258,9 +264,10 @@ class FwdSm90:
                 # The first tile may be ragged, whatever kv_full says: masked in any case.
                 load_k = self.first_scores(share, load_k, row, kv_end - 1)
                 masked = cutlass.max(kv_end - kv_full, 1)
-                for step in cutlass.range(1, masked, unroll=1):
-                    kv_tile = kv_end - 1 - step
-                    load_k, load_v = self.step(share, load_k, load_v, row, kv_tile, masked=True)
+                if const_expr(self.facts.causal):
+                    for step in cutlass.range(1, masked, unroll=1):
+                        kv_tile = kv_end - 1 - step
+                        load_k, load_v = self.step(share, load_k, load_v, row, kv_tile, masked=True)
                 for step in cutlass.range(masked, kv_end, unroll=1):
                     kv_tile = kv_end - 1 - step
                     load_k, load_v = self.step(share, load_k, load_v, row, kv_tile, masked=False)
@@ -353,9 +360,15 @@ class FwdSm90:
 
     @cute.jit
     def store(
-        self, args: Args, share: Share, sO: cute.Tensor, group: Int32, row: Int32, head: Int32,
+        self,
+        args: Args,
+        share: Share,
+        sO: cute.Tensor,  # (64, head_dim_v, warpgroup)
+        group: Int32,
+        row: Int32,
+        head: Int32,
         batch: Int32,
-    ):  # fmt: skip
+    ):
         """LSE from registers; O / l through shared memory, a slab for each warpgroup."""
         inverse, lse = share.softmax.finish()
         divide_rows(rows_by_columns(share.acc_O), inverse)
@@ -377,7 +390,7 @@ class FwdSm90:
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO[None, None, group]))
         cute.arch.fence_view_async_shared()  # before TMA reads what was written here
         cute.arch.barrier(barrier_id=first + group, number_of_threads=threads)  # O is written
-        if share.thread < 32:
+        if share.thread < WARP_THREADS:
             gO = cute.local_tile(args.o[None, None, head, batch], self.shape_o, (None, 0))
             tOsO, tOgO = tma_tiles(args.store_o, sO, gO)
             cute.copy(args.store_o, tOsO[None, group], tOgO[None, row // WGMMA_ROWS])

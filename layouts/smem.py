@@ -3,7 +3,8 @@
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import Numeric
-from cutlass.utils import LayoutEnum, SmemAllocator
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils.hopper_helpers import get_smem_layout_atom
 
 from .hardware import SWIZZLE_BYTES
@@ -25,7 +26,9 @@ def row_major_stages(
     return cute.make_composed_layout(one.inner, 0, cute.append(one.outer, stage))
 
 
-def allocate(allocator: SmemAllocator, dtype: type[Numeric], layout: cute.ComposedLayout) -> cute.Tensor:
+def allocate(
+    allocator: SmemAllocator, dtype: type[Numeric], layout: cute.ComposedLayout
+) -> cute.Tensor:
     """Room for all stages of `layout`; the swizzle moves into the pointer."""
     return allocator.allocate_tensor(dtype, layout.outer, SWIZZLE_BYTES, layout.inner)
 

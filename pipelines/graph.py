@@ -1,8 +1,8 @@
 """Warp-specialised pipelines as data: roles, edges and rendezvous, and the checks on them.
 
 A kernel states who runs where (`Role`), which payload flows from whom to whom through how many
-stages (`Edge`), and how many threads meet at a named barrier (`Rendezvous`). Arrive counts, mbarrier
-storage, barrier numbers and the size of a CTA are derived from that, never typed.
+stages (`Edge`), and how many threads meet at a named barrier (`Rendezvous`). Arrive counts,
+mbarrier storage, barrier numbers and the size of a CTA are derived from that, never typed.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from ..layouts.hardware import (
     NAMED_BARRIERS,
     REGISTERS_PER_THREAD,
     TRANSACTION_BYTES,
+    WARP_THREADS,
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
 )
@@ -69,7 +70,7 @@ class Graph:
         self._check_roles()
         self._check_edges()
         for meeting in self.rendezvous:
-            if meeting.threads % 32 or not 0 < meeting.threads <= self.threads:
+            if meeting.threads % WARP_THREADS or not 0 < meeting.threads <= self.threads:
                 raise ValueError(f"rendezvous {meeting.name}: threads={meeting.threads}")
         wanted = sum(meeting.count for meeting in self.rendezvous)
         if wanted > len(NAMED_BARRIERS):

@@ -1,0 +1,131 @@
+"""What the compiler made of the Hopper forward kernel, from its PTX and cubin: nothing runs."""
+
+import re
+import tempfile
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import cutlass.cute as cute
+import pytest
+from hopwell.interface.cubin import usage
+from hopwell.kernels import ForwardFacts, forward_kernel
+from hopwell.kernels.fwd_sm90 import FwdSm90
+from hopwell.kernels.tiles import Tiles, forward_tiles
+from hopwell.layouts.hardware import registers_at_entry
+
+CAUSAL = ForwardFacts("bfloat16", 128, 128, causal=True)
+FACTS = [
+    CAUSAL,
+    replace(CAUSAL, causal=False),
+    replace(CAUSAL, head_dim=64, head_dim_v=64),
+    replace(CAUSAL, head_dim=64, head_dim_v=64, causal=False),
+    replace(CAUSAL, dtype="float16"),
+    replace(CAUSAL, negative_scale=True),
+]
+# Rows that the table does not have yet, and the same kernel takes.
+COMING = [
+    Tiles("sm_90a", 64, 64, 128, 3, 2, 2, 32, 160, True, reason="three consumer warpgroups"),
+    Tiles("sm_90a", 192, 128, 112, 2, 2, 2, 24, 240, True, reason="head_dim_v < head_dim"),
+    Tiles("sm_90a", 40, 72, 96, 2, 2, 2, 24, 240, False, reason="padded, head_dim_v > head_dim"),
+]
+
+
+class Compiled(NamedTuple):
+    kernel: FwdSm90
+    ptx: str
+    cubin: bytes
+
+    def count(self, pattern: str) -> int:
+        """Instructions of the PTX that match."""
+        return len(re.findall(pattern, self.ptx))
+
+
+@cache
+def build(facts: ForwardFacts, tiles: Tiles | None = None) -> Compiled:
+    if tiles is None:
+        kernel, arguments, options = forward_kernel("sm_90a", facts)
+    else:
+        kernel = FwdSm90(facts, tiles)
+        arguments, options = kernel.fake_arguments(), "--enable-tvm-ffi --gpu-arch sm_90a"
+    with tempfile.TemporaryDirectory() as folder:
+        options += f" --keep-ptx --keep-cubin --dump-dir {folder}"
+        artifacts = cute.compile(kernel, *arguments, options=options).artifacts
+    return Compiled(kernel, artifacts.PTX, artifacts.CUBIN)
+
+
+def check_registers(compiled: Compiled) -> None:
+    (used,) = usage(compiled.cubin).values()
+    assert used.local_bytes == 0
+    assert used.registers <= registers_at_entry(compiled.kernel.tiles.threads)
+    assert ".local" not in compiled.ptx
+
+
+@pytest.mark.parametrize("facts", FACTS, ids=str)
+def test_no_register_is_spilled(facts: ForwardFacts) -> None:
+    check_registers(build(facts))
+
+
+@pytest.mark.parametrize("tiles", COMING, ids=lambda tiles: tiles.reason)
+def test_rows_to_come_compile_without_spills(tiles: Tiles) -> None:
+    facts = replace(CAUSAL, head_dim=tiles.head_dim, head_dim_v=tiles.head_dim_v)
+    compiled = build(facts, tiles)
+    check_registers(compiled)
+    assert compiled.count(r"setmaxnreg\.inc\S+\s+(\d+)") == 1
+    assert f".reqntid {tiles.threads}" in compiled.ptx
+
+
+@pytest.mark.parametrize("facts", FACTS, ids=str)
+def test_the_tile_row_is_what_was_compiled(facts: ForwardFacts) -> None:
+    compiled = build(facts)
+    tiles = forward_tiles("sm_90a", facts.head_dim, facts.head_dim_v)
+    assert f".reqntid {tiles.threads}" in compiled.ptx
+    assert re.findall(r"setmaxnreg\.(\w+)\.sync\.aligned\.u32\s+(\d+)", compiled.ptx) == [
+        ("dec", str(tiles.registers_load)),
+        ("inc", str(tiles.registers_consume)),
+    ]
+    # Each mbarrier of the graph is initialised, once.
+    assert compiled.count(r"mbarrier\.init\.") == compiled.kernel.graph.mbarriers
+
+
+@pytest.mark.parametrize("facts", FACTS, ids=str)
+def test_products_are_issued_in_groups_and_waited_for(facts: ForwardFacts) -> None:
+    """The first S, then S with O in each loop (two under a mask), then the last O."""
+    compiled = build(facts)
+    loops = 2 if facts.causal else 1
+    products_s, products_o = facts.head_dim // 16, compiled.kernel.tiles.tile_kv // 16
+    kind = {"bfloat16": "bf16", "float16": "f16"}[facts.dtype]
+    assert compiled.count(rf"wgmma\.mma_async\.\S+\.f32\.{kind}\.{kind}") == (1 + loops) * (
+        products_s + products_o
+    )
+    assert compiled.count(r"wgmma\.fence\.") == 2 + 2 * loops
+    assert compiled.count(r"wgmma\.commit_group\.") == 2 + 2 * loops
+    # S is waited for while O is still in flight.
+    assert compiled.count(r"wgmma\.wait_group\.sync\.aligned\s+1") == loops
+    assert compiled.count(r"wgmma\.wait_group\.sync\.aligned\s+0") == 2 + loops
+
+
+@pytest.mark.parametrize("facts", FACTS, ids=str)
+def test_the_loop_over_whole_tiles_has_no_mask(facts: ForwardFacts) -> None:
+    """From the wait for S to the wait for O, only the two pivots are selected."""
+    in_softmax = re.findall(
+        r"wgmma\.wait_group\.sync\.aligned\s+1(.*?)wgmma\.wait_group\.sync\.aligned\s+0",
+        build(facts).ptx,
+        re.DOTALL,
+    )
+    selects = sorted(len(re.findall(r"selp\.f32", text)) for text in in_softmax)
+    tile_kv = forward_tiles("sm_90a", facts.head_dim, facts.head_dim_v).tile_kv
+    assert selects == ([2, tile_kv // 2 + 2] if facts.causal else [2])
+
+
+@pytest.mark.parametrize("facts", FACTS, ids=str)
+def test_global_memory_is_touched_by_tma_and_for_lse_alone(facts: ForwardFacts) -> None:
+    compiled = build(facts)
+    ptx = compiled.ptx
+    assert compiled.count(r"ld\.global") == 0
+    assert compiled.count(r"st\.global\.(\w+)") == 2  # LSE: two rows a thread
+    stores = [m.start() for m in re.finditer(r"cp\.async\.bulk\.tensor\.4d\.global\.shared", ptx)]
+    assert len(stores) == -(-facts.head_dim_v // 64)  # a box is as wide as the swizzle
+    # What stmatrix wrote is made visible to the async proxy, then to the storing warp.
+    fence, last_write = ptx.index("fence.proxy.async"), ptx.rindex("stmatrix.")
+    assert last_write < fence < ptx.index("bar.sync", fence) < stores[0]

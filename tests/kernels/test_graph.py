@@ -1,0 +1,79 @@
+"""Pipeline graphs: what is derived from them, and what is refused."""
+
+import dataclasses
+
+import pytest
+from hopwell.pipelines.forward_sm90 import forward_graph
+from hopwell.pipelines.graph import Edge, Graph, Rendezvous, Role
+
+
+def graph(consumer_warpgroups: int = 2) -> Graph:
+    return forward_graph(
+        consumer_warpgroups=consumer_warpgroups,
+        stages_k=2,
+        stages_v=3,
+        q_bytes=32768,
+        k_bytes=32768,
+        v_bytes=16384,
+        registers_load=24,
+        registers_consume=240,
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_counts_follow_from_the_roles(groups: int) -> None:
+    g = graph(groups)
+    assert g.threads == 128 * (1 + groups)
+    assert g.mbarriers == 2 * (1 + 2 + 3)
+    # One elected thread announces the bytes of a stage, every consumer warp releases it.
+    assert [g.arrive_counts(edge) for edge in g.edges] == [(1, 4 * groups)] * 3
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_named_barriers_do_not_overlap_and_leave_zero_alone(groups: int) -> None:
+    g = graph(groups)
+    numbers = [
+        first + i
+        for meeting in g.rendezvous
+        for first in [g.barrier(meeting.name)[0]]
+        for i in range(meeting.count)
+    ]
+    assert numbers == list(range(1, 1 + 2 * groups))
+
+
+def test_an_unknown_rendezvous_is_a_key_error() -> None:
+    with pytest.raises(KeyError, match="nowhere"):
+        graph().barrier("nowhere")
+
+
+LOAD = Role("load", range(1), range(1), 24)
+CONSUME = Role("consume", range(1, 3), range(4, 12), 240)
+EDGE = Edge("load_k", "load", "consume", 2, 1024)
+
+
+@pytest.mark.parametrize(
+    ("roles", "edges", "rendezvous", "message"),
+    [
+        ((LOAD, LOAD), (), (), r"names repeat"),
+        ((LOAD, CONSUME), (EDGE, EDGE), (), r"names repeat"),
+        ((LOAD, Role("other", range(1), range(1), 24)), (), (), r"warpgroups \[0, 0\]"),
+        ((CONSUME,), (), (), r"warpgroups \[1, 2\]: every one needs one role"),
+        ((LOAD, Role("consume", range(1, 3), range(4, 8), 240)), (), (), r"role consume"),
+        ((LOAD, dataclasses.replace(CONSUME, registers=250)), (), (), r"registers=250"),
+        ((LOAD, CONSUME), (dataclasses.replace(EDGE, consumer="mma"),), (), r"edge load_k"),
+        ((LOAD, CONSUME), (dataclasses.replace(EDGE, consumer="load"),), (), r"edge load_k"),
+        ((LOAD, CONSUME), (dataclasses.replace(EDGE, stages=0),), (), r"stages=0"),
+        ((LOAD, CONSUME), (dataclasses.replace(EDGE, stage_bytes=1 << 20),), (), r"stage_bytes"),
+        ((LOAD, CONSUME), (EDGE,), (Rendezvous("r", 1, 100),), r"threads=100"),
+        ((LOAD, CONSUME), (EDGE,), (Rendezvous("r", 1, 512),), r"threads=512"),
+        ((LOAD, CONSUME), (EDGE,), (Rendezvous("r", 16, 128),), r"16 named barriers: there are 15"),
+    ],
+)
+def test_a_graph_that_could_not_run_is_refused(
+    roles: tuple[Role, ...],
+    edges: tuple[Edge, ...],
+    rendezvous: tuple[Rendezvous, ...],
+    message: str,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Graph(roles, edges, rendezvous)

@@ -1,0 +1,73 @@
+"""The tile table: rows fit the SM, and a row that does not is refused by name."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hopwell.kernels.tiles import FORWARD, Tiles, forward_tiles, padded_head_dim
+from hopwell.layouts.hardware import registers_at_entry
+
+ROW = forward_tiles("sm_90a", 128, 128)
+
+
+def test_rows_are_keyed_once_and_give_a_reason() -> None:
+    keys = [(row.arch, row.head_dim, row.head_dim_v) for row in FORWARD]
+    assert len(set(keys)) == len(keys)
+    assert all(row.reason for row in FORWARD)
+
+
+def test_sizes_of_a_row() -> None:
+    assert ROW.tile_q == 128
+    assert ROW.q_bytes == 128 * 128 * 2
+    assert ROW.k_bytes == ROW.v_bytes == 128 * 128 * 2
+    assert ROW.smem_bytes == 1024 + 5 * 128 * 128 * 2
+    assert ROW.registers == 128 * (24 + 2 * 240)
+
+
+def test_o_borrows_a_slab_that_holds_the_wider_of_q_and_o() -> None:
+    wide_v = dataclasses.replace(ROW, head_dim=64, head_dim_v=192)
+    assert wide_v.slab_elements == 64 * 192
+    assert wide_v.q_bytes == 128 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arch": "sm_80"}, r"arch='sm_80'"),
+        ({"head_dim": 132}, r"head_dim=132: needs a multiple of 8"),
+        ({"head_dim_v": 264}, r"head_dim_v=264"),
+        ({"tile_kv": 120}, r"tile_kv=120: needs a multiple of 16"),
+        ({"tile_kv": 272}, r"tile_kv=272"),
+        ({"consumer_warpgroups": 4}, r"consumer_warpgroups=4"),
+        ({"consumer_warpgroups": 1}, r"ping_pong=True"),
+        ({"stages_v": 0}, r"stages_v=0"),
+        ({"registers_load": 20}, r"registers_load=20"),
+        ({"registers_consume": 236}, r"registers_consume=236"),
+        ({"registers_load": 32}, r"registers=65536: 384 threads get 64512"),
+        ({"consumer_warpgroups": 3}, r"registers=95232: 512 threads get 65536"),
+        ({"stages_k": 5}, r"smem_bytes=263168: a CTA has 232448"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(ROW, **change)
+
+
+def test_three_consumer_warpgroups_fit() -> None:
+    row = Tiles("sm_90a", 64, 64, 128, 3, 2, 2, 32, 160, True, reason="as in FlashAttention-4")
+    assert (row.tile_q, row.threads, row.registers) == (192, 512, 65536)
+
+
+def test_no_row_is_a_lookup_error_that_lists_them() -> None:
+    with pytest.raises(LookupError, match=r"head_dim=72, head_dim_v=64; there are .*\(64, 64\)"):
+        forward_tiles("sm_90a", 72, 64)
+
+
+@pytest.mark.parametrize(("head_dim", "columns"), [(8, 16), (64, 64), (72, 80), (128, 128)])
+def test_head_dims_are_rounded_to_the_depth_of_a_product(head_dim: int, columns: int) -> None:
+    assert padded_head_dim(head_dim) == columns
+
+
+@pytest.mark.parametrize(("threads", "registers"), [(256, 256), (384, 168), (512, 128)])
+def test_registers_at_entry(threads: int, registers: int) -> None:
+    assert registers_at_entry(threads) == registers
