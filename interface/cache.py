@@ -2,7 +2,8 @@
 
     <root>/<kernel>-<arch>-<key>/kernel.o      host code with the cubin inside, TVM-FFI convention
                                  kernel.ptx    the text that cubin was assembled from (emulator)
-                                 facts.json    what it was compiled for, and the digests of the two
+                                 facts.json    what it was compiled for and what it takes of an SM
+                                 SHA256SUMS    digests of the three, as sha256sum prints them
 
 A cache and an exported folder are the same thing, so an export needs no format of its own.
 Nothing here knows what a kernel is.
@@ -24,9 +25,9 @@ from typing import Any
 
 from filelock import FileLock
 
-from .env import log
+from . import env
 
-_OBJECT, _PTX, _FACTS = "kernel.o", "kernel.ptx", "facts.json"
+_OBJECT, _PTX, _FACTS, _SUMS = "kernel.o", "kernel.ptx", "facts.json", "SHA256SUMS"
 _NAME = re.compile(r"[a-z0-9_]+-sm_[0-9]+[af]?-[0-9a-f]{32}")  # clear() touches nothing else
 
 
@@ -35,7 +36,6 @@ class Entry:
     """One compiled kernel, verified."""
 
     folder: Path
-    ptx: str
     facts: dict[str, Any]
 
     @property
@@ -58,18 +58,16 @@ class Store:
     def read(self, name: str) -> Entry | None:
         """The entry of that name, or None if there is none or it does not match its digests."""
         folder = self.root / name
+        if not folder.is_dir():
+            return None
         try:
-            facts = json.loads((folder / _FACTS).read_bytes())
-            digests = {file: _digest((folder / file).read_bytes()) for file in (_OBJECT, _PTX)}
-            if facts.pop("sha256") != digests:
-                raise ValueError("contents differ from their digests")
-            return Entry(folder, (folder / _PTX).read_text(), facts)
-        except FileNotFoundError:
-            if not folder.exists():
-                return None
-            log.warning("cache entry %s is incomplete: compiling it again", folder)
-        except (ValueError, KeyError, AttributeError) as problem:
-            log.warning("cache entry %s is damaged (%s): compiling it again", folder, problem)
+            files = {file: (folder / file).read_bytes() for file in (_OBJECT, _PTX, _FACTS)}
+            if (folder / _SUMS).read_text() == _sums(files):
+                return Entry(folder, json.loads(files[_FACTS]))
+            problem: object = "it does not match its digests"
+        except OSError as error:
+            problem = error
+        env.log.warning("compiling it again, since %s is damaged: %s", folder, problem)
         return None
 
     @contextlib.contextmanager
@@ -102,17 +100,17 @@ class Store:
             shutil.rmtree(left_by_a_crash, ignore_errors=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=self.root))  # 0700, same file system
         try:
-            (fresh / _OBJECT).write_bytes(obj)
-            (fresh / _PTX).write_text(ptx)
-            digests = {_OBJECT: _digest(obj), _PTX: _digest(ptx.encode())}
-            text = json.dumps({**facts, "sha256": digests}, indent=1, sort_keys=True)
-            (fresh / _FACTS).write_text(text + "\n")
+            text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
+            files = {_OBJECT: obj, _PTX: ptx.encode(), _FACTS: text.encode()}
+            for file, data in files.items():
+                (fresh / file).write_bytes(data)
+            (fresh / _SUMS).write_text(_sums(files))
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(fresh, folder)
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
-        return Entry(folder, ptx, dict(facts))
+        return Entry(folder, dict(facts))
 
     def entries(self) -> list[Entry]:
         """Every sound entry, by name."""
@@ -132,5 +130,5 @@ class Store:
         return sorted(path.name for path in self.root.iterdir() if _NAME.fullmatch(path.name))
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _sums(files: Mapping[str, bytes]) -> str:
+    return "".join(f"{hashlib.sha256(data).hexdigest()}  {file}\n" for file, data in files.items())

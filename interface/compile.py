@@ -66,9 +66,8 @@ class Spec:
 class Launcher:
     """A loaded kernel."""
 
-    call: Callable[..., None]  # positional, CUDA tensors and scalars; on the current stream
-    ptx: str
-    facts: dict[str, Any]  # as in facts.json: kernel, arch, facts, registers, local_bytes, ...
+    call: Callable[..., None]  # tensors and scalars by position; on the tensors' current stream
+    facts: dict[str, Any]  # as in facts.json: kernel, arch, facts, resources, ...
 
 
 @dataclass
@@ -80,25 +79,31 @@ class Counts:
 
 
 counts = Counts()
-_launchers: dict[Spec, Launcher] = {}
+_launchers: dict[tuple[Spec, bool], Launcher] = {}
 _exports: list[Store] = []
 _lock = threading.Lock()  # the DSL keeps its compiler state in a singleton
 
 
-def launcher(spec: Spec) -> Launcher:
-    """The kernel, ready to call: from memory, else from disk, else compiled."""
-    found = _launchers.get(spec)
+def launcher(spec: Spec, *, emulated: bool = False) -> Launcher:
+    """The kernel, ready to call: from memory, else from disk, else compiled.
+
+    Args:
+        spec: which kernel.
+        emulated: load it into the emulator, to be called on CPU tensors within `emulate`, in place
+            of the CUDA runtime; the object is the same.
+    """
+    found = _launchers.get((spec, emulated))
     if found is None:
         with _lock:
-            found = _launchers.get(spec)
+            found = _launchers.get((spec, emulated))
             if found is None:
-                found = _launchers[spec] = _obtain(spec)
+                found = _launchers[spec, emulated] = _obtain(spec, emulated)
     return found
 
 
 def ready(spec: Spec) -> bool:
     """Whether `launcher(spec)` would do without the compiler."""
-    return spec in _launchers or _on_disk(spec) is not None
+    return (spec, False) in _launchers or _on_disk(spec) is not None
 
 
 def save(spec: Spec, store: Store) -> Entry:
@@ -193,10 +198,10 @@ def _on_disk(spec: Spec) -> Entry | None:
     return None
 
 
-def _obtain(spec: Spec) -> Launcher:
+def _obtain(spec: Spec, emulated: bool) -> Launcher:
     env.configure_log()
     if entry := _on_disk(spec):
-        return _load(entry)
+        return _load(entry, emulated)
     name = entry_name(spec, hosts()[0])
     built = None
     if env.cache_enabled():
@@ -207,22 +212,27 @@ def _obtain(spec: Spec) -> Launcher:
                 if entry is None:
                     built = _compile(spec)
                     entry = store.write(name, *built)
-            return _load(entry)
+            return _load(entry, emulated)
         except OSError as problem:
             env.log.warning("cannot keep compiled kernels in %s: %s", store.root, problem)
     with tempfile.TemporaryDirectory() as folder:
-        return _load(Store(Path(folder)).write(name, *(built or _compile(spec))))
+        return _load(Store(Path(folder)).write(name, *(built or _compile(spec))), emulated)
 
 
-def _load(entry: Entry) -> Launcher:
+def _load(entry: Entry, emulated: bool) -> Launcher:
     dsl_version()
-    from cutlass.cute.runtime import load_module
-
     start = time.perf_counter()
-    call = load_module(str(entry.object), enable_tvm_ffi=True)[_SYMBOL]
+    if emulated:
+        from ..emulator import loader
+
+        call = loader.load(entry.object, _SYMBOL)
+    else:
+        from cutlass.cute.runtime import load_module
+
+        call = load_module(str(entry.object), enable_tvm_ffi=True)[_SYMBOL]
     counts.loaded += 1
     env.log.info("loaded %s in %.0f ms", entry.folder.name, 1e3 * (time.perf_counter() - start))
-    return Launcher(call, entry.ptx, entry.facts)
+    return Launcher(call, entry.facts)
 
 
 def _compile(spec: Spec) -> tuple[bytes, str, dict[str, Any]]:

@@ -21,7 +21,7 @@ import torch
 from ..kernels import ForwardFacts, forward_kernel
 from . import checks, env
 from . import compile as compiling
-from .cache import Store
+from .cache import Entry, Store
 from .emulate import active
 
 Layout = Literal["bshd", "bhsd"]
@@ -208,7 +208,7 @@ def supported(
     )
     if problems:
         return Support(False, tuple(problem.text for problem in problems), "", False)
-    spec = _spec(_arch(q.device), _facts(q, v, scale, causal))
+    spec = forward_spec(_arch(q.device), _facts(q, v, scale, causal))
     return Support(True, (), str(spec), compiling.ready(spec))
 
 
@@ -219,7 +219,7 @@ def compile(
     dtypes: Sequence[torch.dtype] = checks.DTYPES,
     head_dims: Sequence[int] | None = None,
     causal: Sequence[bool] = (False, True),
-) -> list[Path]:
+) -> list[Entry]:
     """Compile kernels ahead of time into the cache; needs no GPU and loads nothing.
 
     Args:
@@ -228,7 +228,7 @@ def compile(
         dtypes, head_dims, causal: which variants; by default every one.
 
     Returns:
-        The folders of the kernels, compiled now or found there.
+        The kernels, compiled now or found there, with their folders and facts.
 
     Raises:
         NotImplementedError: no kernels for that SM version.
@@ -237,7 +237,7 @@ def compile(
     arches = [arch] if isinstance(arch, str) else arch or [_arch(None)]
     store = Store(Path(out) if out is not None else env.cache_dir())
     return [
-        compiling.save(spec, store).folder
+        compiling.save(spec, store)
         for name in arches
         for spec in _variants(checks.arch(name), dtypes, head_dims, causal, (False, True))
     ]
@@ -264,10 +264,11 @@ def warmup(
         NotImplementedError: no kernels for that SM version.
     """
     specs = _variants(checks.arch(arch or _arch(None)), dtypes, head_dims, causal, (False,))
-    return len([compiling.launcher(spec) for spec in specs])
+    emulated = active() is not None
+    return len([compiling.launcher(spec, emulated=emulated) for spec in specs])
 
 
-def export(folder: str | os.PathLike[str], arch: str | Sequence[str] | None = None) -> list[Path]:
+def export(folder: str | os.PathLike[str], arch: str | Sequence[str] | None = None) -> list[Entry]:
     """`compile` every variant for `arch` into `folder`, to be `load`ed on another machine."""
     return compile(arch, out=folder)
 
@@ -335,7 +336,8 @@ def _make_plan(
     out_shape = (*q.shape[:3], v.shape[3])
     call = None
     if math.prod(out_shape) and k.shape[sequence]:
-        call = compiling.launcher(_spec(_arch(q.device), _facts(q, v, scale, causal))).call
+        spec = forward_spec(_arch(q.device), _facts(q, v, scale, causal))
+        call = compiling.launcher(spec, emulated=active() is not None).call
     return _Plan(
         out_shape=out_shape,
         lse_shape=(q.shape[0], q.shape[heads], q.shape[sequence]),
@@ -366,7 +368,7 @@ def _facts(q: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool) 
     )
 
 
-def _spec(arch: str, facts: ForwardFacts) -> compiling.Spec:
+def forward_spec(arch: str, facts: ForwardFacts) -> compiling.Spec:
     fixed = tuple(sorted(asdict(facts).items()))
     return compiling.Spec("forward", arch, fixed, lambda: forward_kernel(arch, facts))
 
@@ -380,6 +382,6 @@ def _variants(
 ) -> list[compiling.Spec]:
     shapes = [dims for dims in checks.head_dims(arch) if head_dims is None or dims[0] in head_dims]
     return [
-        _spec(arch, ForwardFacts(_DTYPE_NAMES[dtype], *dims, masked, negative))
+        forward_spec(arch, ForwardFacts(_DTYPE_NAMES[dtype], *dims, masked, negative))
         for dtype, dims, masked, negative in product(dtypes, shapes, causal, negative_scale)
     ]

@@ -1,0 +1,40 @@
+# Each target sets up what it needs: a virtual environment with the package and its tools.
+#
+#   make demo    run attention here: on the GPU, or on the emulator where there is none
+#   make test    the tests
+#   make lint    style and types
+#   make bench   time forward against cuDNN (needs a Hopper GPU)
+#
+# TORCH may name another build, PYTHON another interpreter (3.10 or later), and JOBS how many tests
+# run at once.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+JOBS ?= auto
+
+venv := .venv
+bin := $(venv)/bin
+installed := $(venv)/.installed
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo bench: $(installed)
+	$(bin)/python -m hopwell $@
+
+test: $(installed)
+	$(bin)/python -m pytest -n $(JOBS)
+
+lint: $(installed)
+	$(bin)/ruff check
+	$(bin)/ruff format --check
+	$(bin)/basedpyright
+
+clean:
+	rm -rf $(venv)
+
+$(installed): pyproject.toml
+	$(PYTHON) -m venv $(venv)
+	$(bin)/python -m pip install --quiet --upgrade pip
+	$(bin)/python -m pip install --quiet '$(TORCH)' --editable '.[test,lint,peers]'
+	touch $@

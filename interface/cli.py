@@ -1,0 +1,125 @@
+"""The command line: `python -m hopwell COMMAND`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from .cache import Entry
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Exact attention for NVIDIA Hopper and Blackwell, with an emulator for machines without one."""
+
+
+@main.command()
+def demo() -> None:
+    """Run attention on the GPU, or on the emulator where there is none, and check it."""
+    from .demo import run
+
+    sys.exit(0 if run() else 1)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def info(as_json: bool) -> None:
+    """Print versions, GPUs, kernels, cache and environment: what a bug report needs."""
+    from .info import collect
+
+    found = collect()
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    for part, value in found.items():
+        click.echo(f"{part}:")
+        for line in _lines(value):
+            click.echo(f"  {line}")
+
+
+def _lines(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [f"{name}: {item}" for name, item in value.items()]
+    if isinstance(value, list):
+        return [", ".join(_lines(item)) for item in value] or ["none"]
+    return [str(value)]
+
+
+@main.command("compile")
+@click.option("--arch", default=None, help="SM versions, separated by commas: sm_90a.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder; the cache if left out.")
+def compile_(arch: str | None, out: Path | None) -> None:
+    """Compile every kernel ahead of time; needs no GPU."""
+    from . import functions
+
+    try:
+        entries = functions.compile(arch.split(",") if arch else None, out=out)
+    except (NotImplementedError, OSError) as problem:
+        raise click.ClickException(str(problem)) from problem
+    for entry in entries:
+        click.echo(_said(entry))
+
+
+def _said(entry: Entry) -> str:
+    facts = " ".join(f"{name}={value}" for name, value in entry.facts["facts"].items())
+    used = [
+        f"{usage['registers']} registers, {usage['local_bytes']} B local"
+        for usage in entry.facts["resources"].values()
+    ]
+    return f"{entry.folder.name}  {entry.bytes // 1024} KiB  {facts}  {'; '.join(used)}"
+
+
+@main.group()
+def cache() -> None:
+    """Look at or clear the compiled kernels on disk."""
+
+
+@cache.command("path")
+def cache_path() -> None:
+    """Print the cache folder."""
+    from . import env
+
+    click.echo(env.cache_dir())
+
+
+@cache.command("list")
+def cache_list() -> None:
+    """Print every compiled kernel."""
+    from . import env
+    from .cache import Store
+
+    for entry in Store(env.cache_dir()).entries():
+        click.echo(_said(entry))
+
+
+@cache.command("clear")
+def cache_clear() -> None:
+    """Remove every compiled kernel."""
+    from .functions import clear_cache
+
+    click.echo(f"removed {clear_cache()} kernels")
+
+
+@main.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def io(arguments: tuple[str, ...]) -> None:
+    """Compare the bytes that attention algorithms move to and from memory."""
+    from ..benchmarks import io as model
+
+    model.main(list(arguments))
+
+
+@main.command()
+def bench() -> None:
+    """Time forward against cuDNN on this machine's GPU."""
+    from ..benchmarks import forward
+
+    try:
+        forward.main()
+    except RuntimeError as problem:
+        raise click.ClickException(str(problem)) from problem

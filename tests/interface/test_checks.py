@@ -1,0 +1,342 @@
+"""Every error a user can cause, by its whole text: what was got, what is needed, what to do."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import hopwell
+from hopwell.interface import checks
+
+
+def make(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@pytest.fixture
+def emulated() -> Iterator[None]:
+    with hopwell.emulate("sm_90a"):
+        yield
+
+
+Q, K = (2, 8, 4, 64), (2, 16, 2, 64)  # (batch, len, heads, head_dim)
+q, k, v = make(*Q), make(*K), make(*K)
+
+INSIDE_EMULATE: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
+    "not a tensor": (
+        ([[1.0]], k, v),
+        {},
+        TypeError,
+        "q is a list; needs a torch.Tensor; make one with torch.as_tensor or torch.from_dlpack",
+    ),
+    "sparse": (
+        (q.to_sparse(), k, v),
+        {},
+        TypeError,
+        "q has layout torch.sparse_coo; needs torch.strided; call q.to_dense()",
+    ),
+    "dtype mix": (
+        (q, k.half(), v),
+        {},
+        TypeError,
+        "q, k and v differ in dtype: q torch.bfloat16, k torch.float16, v torch.bfloat16; "
+        "needs one dtype; cast with .to(q.dtype)",
+    ),
+    "dtype": (
+        (q.float(), k.float(), v.float()),
+        {},
+        TypeError,
+        "q has dtype torch.float32; needs torch.float16 or torch.bfloat16; "
+        "cast with .to(torch.bfloat16)",
+    ),
+    "rank": (
+        (q, k[0], v),
+        {},
+        ValueError,
+        "k has 3 dimensions, shape (16, 2, 64); needs 4: batch, len, heads, head_dim; "
+        "add the missing ones with unsqueeze",
+    ),
+    "batch": (
+        (q, k[:1], v[:1]),
+        {},
+        ValueError,
+        "q has batch 2 and k has batch 1; needs the same batch; "
+        "expand the smaller one with .expand, which copies nothing",
+    ),
+    "k and v": (
+        (q, k, v[:, :15]),
+        {},
+        ValueError,
+        "k and v differ in batch, len or heads: (2, 16, 2, 64) and (2, 15, 2, 64); "
+        "needs one value for each key; check where they were split",
+    ),
+    "k and v, bhsd": (
+        (q, k, v[:, :, :1]),
+        {"layout": "bhsd"},
+        ValueError,
+        "k and v differ in batch, len or heads: (2, 16, 2, 64) and (2, 16, 1, 64); "
+        "needs one value for each key; check where they were split",
+    ),
+    "heads": (
+        (q, make(2, 16, 3, 64), make(2, 16, 3, 64)),
+        {},
+        ValueError,
+        "q has 4 heads and k has 3; needs q's heads to be a multiple of k's; "
+        "check that the layout is 'bshd', (batch, len, heads, head_dim)",
+    ),
+    "no key heads": (
+        (q, k[:, :, :0], v[:, :, :0]),
+        {},
+        ValueError,
+        "q has 4 heads and k has 0; needs q's heads to be a multiple of k's; "
+        "check that the layout is 'bshd', (batch, len, heads, head_dim)",
+    ),
+    "head_dim of q and k": (
+        (q, make(2, 16, 2, 128), v),
+        {},
+        ValueError,
+        "q has head_dim 64 and k has head_dim 128; needs the same; "
+        "check that the layout is 'bshd', (batch, len, heads, head_dim)",
+    ),
+    "head_dim of v": (
+        (q, k, make(2, 16, 2, 128)),
+        {},
+        NotImplementedError,
+        "v has head_dim 128 and q has head_dim 64; needs the same; "
+        "pad the narrower ones with zeros",
+    ),
+    "head_dim": (
+        (make(2, 8, 4, 80), make(2, 16, 2, 80), make(2, 16, 2, 80)),
+        {},
+        NotImplementedError,
+        "head_dim is 80; needs one of 64, 128; pad q, k and v with zeros up to the next one, and "
+        "pass scale=1/sqrt(head_dim) of the unpadded head_dim",
+    ),
+    "last stride": (
+        (q, make(2, 16, 64, 2).transpose(2, 3), v),
+        {},
+        ValueError,
+        "k has stride 2 in head_dim; needs 1; call k.contiguous(), which copies",
+    ),
+    "other strides": (
+        (make(2, 8, 4, 65)[..., :64], k, v),
+        {},
+        ValueError,
+        "q has a stride of 520 bytes in len; needs a multiple of 16; call q.contiguous(), which "
+        "copies",
+    ),
+    "base": (
+        (q, k, make(2 * 16 * 2 * 64 + 8)[1:-7].view(K)),
+        {},
+        ValueError,
+        "v starts at an address that is 2 bytes past a multiple of 16; needs an aligned start; "
+        "call v.clone(), which copies",
+    ),
+    "layout": (
+        (q, k, v),
+        {"layout": "sbhd"},
+        ValueError,
+        "layout is 'sbhd'; needs 'bshd' (batch, len, heads, head_dim) or "
+        "'bhsd' (batch, heads, len, head_dim); pass the one your tensors have",
+    ),
+    "scale": (
+        (q, k, v),
+        {"scale": torch.tensor(1.0)},
+        TypeError,
+        "scale is a Tensor; needs a float or None; pass float(scale)",
+    ),
+    "scale, not finite": (
+        (q, k, v),
+        {"scale": math.nan},
+        ValueError,
+        "scale is nan; needs a finite number; None means 1/sqrt(head_dim)",
+    ),
+    "causal": (
+        (q, k, v),
+        {"causal": torch.ones(8, 16)},
+        TypeError,
+        "causal is a Tensor; needs True or False; arbitrary masks are not supported: "
+        "use torch.nn.functional.scaled_dot_product_attention for those",
+    ),
+    "devices": (
+        (q, make(*K, device="meta"), v),
+        {},
+        ValueError,
+        "tensors are on different devices: q on cpu, k on meta, v on cpu; needs one device; "
+        "move them to it",
+    ),
+    "another device": (
+        tuple(make(*shape, device="meta") for shape in (Q, K, K)),
+        {},
+        ValueError,
+        "tensors are on meta inside hopwell.emulate; the emulator needs CPU tensors; "
+        "move them with .cpu(), or call outside of emulate",
+    ),
+    "gradients": (
+        (q.clone().requires_grad_(), k, v),
+        {},
+        NotImplementedError,
+        "q require(s) grad; this version has the forward pass alone; call it under "
+        "torch.no_grad(), or pass .detach()ed tensors",
+    ),
+    "out, shape": (
+        (q, k, v),
+        {"out": make(2, 8, 4, 128)},
+        ValueError,
+        "out has shape (2, 8, 4, 128); needs (2, 8, 4, 64); make it with torch.empty, or leave "
+        "out out",
+    ),
+    "out, dtype": (
+        (q, k, v),
+        {"out": make(*Q, dtype=torch.float32)},
+        TypeError,
+        "out has dtype torch.float32; needs torch.bfloat16; make it with "
+        "torch.empty(..., dtype=torch.bfloat16), or leave out out",
+    ),
+    "out, expanded": (
+        (q, k, v),
+        {"out": make(1, 8, 4, 64).expand(Q)},
+        ValueError,
+        "out is an expanded view, with several elements at one address; needs memory for each; "
+        "make it with torch.empty, or leave out out",
+    ),
+    "out, base": (
+        (q, k, v),
+        {"out": make(math.prod(Q) + 8)[4:-4].view(Q)},
+        ValueError,
+        "out starts at an address that is 8 bytes past a multiple of 16; needs an aligned start; "
+        "call out.clone(), which copies",
+    ),
+    "lse, shape": (
+        (q, k, v),
+        {"lse": make(2, 8, 4, dtype=torch.float32)},
+        ValueError,
+        "lse has shape (2, 8, 4); needs (2, 4, 8); make it with torch.empty, or leave lse out",
+    ),
+    "lse, strides": (
+        (q, k, v),
+        {"lse": make(2, 8, 4, dtype=torch.float32).transpose(1, 2)},
+        ValueError,
+        "lse has strides (32, 1, 4); needs a contiguous buffer; "
+        "make it with torch.empty, or leave lse out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INSIDE_EMULATE)
+def test_forward(case: str, emulated: None) -> None:
+    args, options, error, text = INSIDE_EMULATE[case]
+    with pytest.raises(error) as raised:
+        hopwell.forward(*args, **options)
+    assert str(raised.value) == text
+
+
+def test_cpu_tensors_without_emulate() -> None:
+    with pytest.raises(ValueError) as raised:
+        hopwell.attention(q, k, v)
+    assert str(raised.value) == (
+        "tensors are on the CPU; the kernels need a GPU, or the emulator; move them with .cuda(), "
+        'or call inside `with hopwell.emulate("sm_90a"):`'
+    )
+
+
+def test_a_device_that_is_no_gpu() -> None:
+    with pytest.raises(ValueError) as raised:
+        hopwell.attention(*(make(*shape, device="meta") for shape in (Q, K, K)))
+    assert str(raised.value) == (
+        "tensors are on meta; the kernels need a CUDA device; move them with .cuda()"
+    )
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_unsupported_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    with pytest.raises(NotImplementedError) as raised:
+        checks.raise_first(checks.gpu(torch.device("cuda", 0), None))
+    assert str(raised.value) == (
+        "cuda:0 is an NVIDIA A100 of compute capability {}.{}; needs one that there are kernels "
+        "for: sm_90a (compute capability 9.0); use "
+        "torch.nn.functional.scaled_dot_product_attention on this GPU".format(*capability)
+    )
+
+
+def test_hopwell_arch_against_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    device = torch.device("cuda", 0)
+    assert not [*checks.gpu(device, None)]
+    assert not [*checks.gpu(device, "sm_90a")]
+    with pytest.raises(ValueError) as raised:
+        checks.raise_first(checks.gpu(device, "sm_100a"))
+    assert str(raised.value) == (
+        "HOPWELL_ARCH is sm_100a but cuda:0 is sm_90a; a GPU runs code for its own SM version "
+        "alone; unset HOPWELL_ARCH"
+    )
+
+
+@pytest.mark.parametrize("call", [lambda arch: hopwell.emulate(arch).__enter__(), hopwell.compile])
+def test_an_sm_version_without_kernels(call: Any) -> None:
+    with pytest.raises(NotImplementedError) as raised:
+        call("sm_80")
+    assert str(raised.value) == (
+        "SM version is 'sm_80'; needs one that there are kernels for: sm_90a; "
+        "pass it as arch or in HOPWELL_ARCH"
+    )
+
+
+def test_emulate_order() -> None:
+    with pytest.raises(ValueError) as raised:
+        hopwell.emulate("sm_90a", order="lazy").__enter__()  # type: ignore[arg-type]
+    assert str(raised.value) == (
+        "order is 'lazy'; needs one of eager, deferred, random; pass one of those"
+    )
+
+
+@pytest.mark.parametrize("found", [None, "4.7.2", "4.9.0", "4.80.0"])
+def test_dsl_version(found: str | None) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        checks.dsl_version("nvidia-cutlass-dsl", found, (4, 8))
+    assert str(raised.value) == (
+        f"found nvidia-cutlass-dsl {found or 'not installed'}; needs 4.8; "
+        "run `pip install 'nvidia-cutlass-dsl>=4.8,<4.9'`"
+    )
+
+
+def test_a_base_is_checked_again_in_a_signature_seen_before(emulated: None) -> None:
+    """A plan kept for a signature must not carry over what its key does not hold."""
+    args = (make(2, 0, 4, 64), k, v)  # no rows: a plan that launches nothing
+    hopwell.forward(*args)
+    shifted = make(math.prod(K) + 8)[1:-7].view(K)
+    with pytest.raises(ValueError, match="^k starts at an address that is 2 bytes past"):
+        hopwell.forward(args[0], shifted, v)
+
+
+def test_gradients_are_refused_in_a_signature_seen_before(emulated: None) -> None:
+    empty = make(2, 0, 4, 64)
+    hopwell.forward(empty, k, v)
+    with pytest.raises(NotImplementedError, match="^k, v require"):
+        hopwell.forward(empty, k.clone().requires_grad_(), v.clone().requires_grad_())
+    with torch.no_grad():
+        hopwell.forward(empty, k.clone().requires_grad_(), v)
+
+
+def test_supported_lists_every_reason(emulated: None) -> None:
+    answer = hopwell.supported(q, k.half(), make(2, 16, 2, 64)[..., ::2], scale=math.inf)
+    assert not answer.ok
+    assert [reason.split(";")[0] for reason in answer.reasons] == [
+        "q, k and v differ in dtype: q torch.bfloat16, k torch.float16, v torch.bfloat16",
+        "v has head_dim 32 and q has head_dim 64",
+        "v has stride 2 in head_dim",
+        "scale is inf",
+    ]
+
+
+def test_supported_names_the_kernel(emulated: None) -> None:
+    answer = hopwell.supported(q, k, v, causal=True)
+    assert answer.ok and not answer.reasons
+    assert answer.kernel == (
+        "forward for sm_90a (causal True, dtype bfloat16, head_dim 64, head_dim_v 64, "
+        "negative_scale False)"
+    )
