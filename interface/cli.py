@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Exact attention for NVIDIA Hopper and Blackwell, with an emulator for machines without one."""
+    """Exact attention for NVIDIA Hopper and Blackwell, and an emulator to run it without one."""
 
 
 @main.command()

@@ -1,4 +1,4 @@
-"""One cache of compiled kernels for a whole test run, shared by its workers and removed after it."""
+"""One cache of compiled kernels for a whole test run, shared by its workers, removed after it."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: found by a second process, compiled once by four, rebuilt if damaged."""
+"""Compiled kernels on disk: found by a second process, compiled once by four, never damaged."""
 
 import json
 import os

@@ -309,14 +309,14 @@ def test_a_base_is_checked_again_in_a_signature_seen_before(emulated: None) -> N
     args = (make(2, 0, 4, 64), k, v)  # no rows: a plan that launches nothing
     hopwell.forward(*args)
     shifted = make(math.prod(K) + 8)[1:-7].view(K)
-    with pytest.raises(ValueError, match="^k starts at an address that is 2 bytes past"):
+    with pytest.raises(ValueError, match=r"^k starts at an address that is 2 bytes past"):
         hopwell.forward(args[0], shifted, v)
 
 
 def test_gradients_are_refused_in_a_signature_seen_before(emulated: None) -> None:
     empty = make(2, 0, 4, 64)
     hopwell.forward(empty, k, v)
-    with pytest.raises(NotImplementedError, match="^k, v require"):
+    with pytest.raises(NotImplementedError, match=r"^k, v require"):
         hopwell.forward(empty, k.clone().requires_grad_(), v.clone().requires_grad_())
     with torch.no_grad():
         hopwell.forward(empty, k.clone().requires_grad_(), v)
