@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -39,6 +40,7 @@ def _on_emulated_gpu(arch: str) -> Iterator[None]:
         return from_dlpack(loader.device_view(tensor), **options)
 
     with (
+        warnings.catch_warnings(),
         loader.device(arch) as gpu,
         # What a class attribute shadows is put back by deleting it again.
         mock.patch.object(torch.Tensor, "is_cuda", True, create=True),
@@ -46,6 +48,7 @@ def _on_emulated_gpu(arch: str) -> Iterator[None]:
         mock.patch.object(interface, "_get_device_arch", lambda: number),
         mock.patch.object(interface, "get_num_sms_for_selection", lambda *_: gpu.sms),
     ):
+        warnings.simplefilter("ignore")  # its uses of deprecated names are not ours to mend
         yield
 
 
