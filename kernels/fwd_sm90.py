@@ -75,8 +75,18 @@ class Share:
     acc_O: cute.Tensor  # float32, not divided by l
     softmax: OnlineSoftmax
     turns: Turns
-    mask: Mask
+    group: Int32  # this warpgroup among the consumers
     thread: Int32  # in the warpgroup
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The 64 rows of one head that a consumer warpgroup is at."""
+
+    first: Int32  # in its sequence
+    head: Int32
+    batch: Int32
+    mask: Mask
 
 
 class FwdSm90:
@@ -244,7 +254,7 @@ class FwdSm90:
     @cute.jit
     def consume(self, args: Args, edges, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor):
         """A consumer warpgroup: products, softmax and store of its 64 rows of each Q tile."""
-        tile_q, tile_kv = self.tiles.tile_q, self.tiles.tile_kv
+        tile_q = self.tiles.tile_q
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPGROUP_WARPS - 1)
         load_q, load_k, load_v = (
             edge.make_consumer() for edge in (edges.load_q, edges.load_k, edges.load_v)
@@ -255,24 +265,25 @@ class FwdSm90:
         blocks, _, _ = cute.arch.grid_dim()
         for number in cutlass.range(block, args.order.count, blocks, unroll=1):
             q_tile, head, batch = args.order.locate(number)
-            kv_full, kv_end = share.mask.kv_tiles(q_tile * tile_q, tile_q, tile_kv)
-            row = q_tile * tile_q + group * WGMMA_ROWS
+            mask = self.mask(args)
+            rows = Rows(q_tile * tile_q + group * WGMMA_ROWS, head, batch, mask)
             share.softmax.reset()
             share.acc_O.fill(0.0)
             slab = load_q.wait_and_advance()
+            kv_full, kv_end = mask.kv_tiles(q_tile * tile_q, tile_q, self.tiles.tile_kv)
             if kv_end > 0:
                 # The first tile may be ragged, whatever kv_full says: masked in any case.
-                load_k = self.first_scores(share, load_k, row, kv_end - 1)
+                load_k = self.first_scores(share, rows, load_k, kv_end - 1)
                 masked = cutlass.max(kv_end - kv_full, 1)
                 if const_expr(self.facts.causal):
                     for step in cutlass.range(1, masked, unroll=1):
-                        kv_tile = kv_end - 1 - step
-                        load_k, load_v = self.step(share, load_k, load_v, row, kv_tile, masked=True)
+                        tile = kv_end - 1 - step
+                        load_k, load_v = self.step(share, rows, load_k, load_v, tile, masked=True)
                 for step in cutlass.range(masked, kv_end, unroll=1):
-                    kv_tile = kv_end - 1 - step
-                    load_k, load_v = self.step(share, load_k, load_v, row, kv_tile, masked=False)
+                    tile = kv_end - 1 - step
+                    load_k, load_v = self.step(share, rows, load_k, load_v, tile, masked=False)
                 load_v = self.last_product(share, load_v)
-            self.store(args, share, borrow(sQ, self.smem_layouts().o), group, row, head, batch)
+            self.store(args, share, rows, borrow(sQ, self.smem_layouts().o))
             slab.release()  # only now: O was there
 
     def share(self, args, group, sQ, sK, sV) -> Share:
@@ -282,6 +293,7 @@ class FwdSm90:
         any_s, any_o = mma_s.get_slice(0), mma_o.get_slice(0)
         p_layout = as_operand_a(accumulator(mma_s, self.shape_s, Float32)).layout
         first, threads = self.graph.barrier("mma_turn")
+        takers = self.tiles.consumer_warpgroups if self.tiles.ping_pong else 1
         return Share(
             mma_s=mma_s,
             mma_o=mma_o,
@@ -291,32 +303,27 @@ class FwdSm90:
             tOrP=cute.make_rmem_tensor(p_layout, self.dtype),
             acc_O=accumulator(mma_o, self.shape_o, Float32),
             softmax=OnlineSoftmax.create(2, args.scale, self.facts.negative_scale),
-            turns=Turns(
-                Int32(group),
-                Int32(first),
-                Int32(threads),
-                self.tiles.consumer_warpgroups if self.tiles.ping_pong else 1,
-            ),
-            mask=self.mask(args),
+            turns=Turns(Int32(group), Int32(first), Int32(threads), takers),
+            group=Int32(group),
             thread=cute.arch.thread_idx()[0] % WARPGROUP_THREADS,
         )
 
     @cute.jit
-    def first_scores(self, share: Share, load_k, row: Int32, kv_tile: Int32):
+    def first_scores(self, share: Share, rows: Rows, load_k, kv_tile: Int32):
         """P of the last K/V tile; no O to rescale yet."""
         acc_S = accumulator(share.mma_s, self.shape_s, Float32)
         k = load_k.wait_and_advance()
         issue(share.mma_s, acc_S, share.tSrQ, share.tSrK[None, None, None, k.index], False)
         warpgroup.wait_group(0)
         k.release()
-        self.apply_mask(share, acc_S, row, kv_tile)
+        self.apply_mask(share, rows, acc_S, kv_tile)
         share.softmax.step(rows_by_columns(acc_S))
         share.tOrP.store(as_operand_a(acc_S).load().to(self.dtype))
         return load_k
 
     @cute.jit
     def step(
-        self, share: Share, load_k, load_v, row: Int32, kv_tile: Int32, masked: cutlass.Constexpr
+        self, share: Share, rows: Rows, load_k, load_v, kv_tile: Int32, masked: cutlass.Constexpr
     ):
         """P of `kv_tile`, while O takes in the tile after it."""
         acc_S = accumulator(share.mma_s, self.shape_s, Float32)
@@ -329,7 +336,7 @@ class FwdSm90:
         warpgroup.wait_group(1)  # S is there
         k.release()
         if const_expr(masked):
-            self.apply_mask(share, acc_S, row, kv_tile)
+            self.apply_mask(share, rows, acc_S, kv_tile)
         alpha = share.softmax.step(rows_by_columns(acc_S))
         warpgroup.wait_group(0)  # O is there, P is read
         v.release()
@@ -347,52 +354,44 @@ class FwdSm90:
         return load_v
 
     @cute.jit
-    def apply_mask(self, share: Share, acc_S: cute.Tensor, row: Int32, kv_tile: Int32):
+    def apply_mask(self, share: Share, rows: Rows, acc_S: cute.Tensor, kv_tile: Int32):
         """Hide the scores of `acc_S` that do not exist."""
         own_row, own_column = origin(share.mma_s, self.shape_s, share.thread)
-        share.mask.apply(
+        rows.mask.apply(
             rows_by_columns(acc_S),
             offsets(share.mma_s, self.shape_s),
-            row + own_row,
+            rows.first + own_row,
             kv_tile * self.tiles.tile_kv + own_column,
             share.softmax.hidden,
         )
 
     @cute.jit
-    def store(
-        self,
-        args: Args,
-        share: Share,
-        sO: cute.Tensor,  # (64, head_dim_v, warpgroup)
-        group: Int32,
-        row: Int32,
-        head: Int32,
-        batch: Int32,
-    ):
+    def store(self, args: Args, share: Share, rows: Rows, sO: cute.Tensor):
         """LSE from registers; O / l through shared memory, a slab for each warpgroup."""
         inverse, lse = share.softmax.finish()
         divide_rows(rows_by_columns(share.acc_O), inverse)
 
         own_row, own_column = origin(share.mma_o, self.shape_o, share.thread)
-        rows = offsets(share.mma_o, self.shape_o)
+        apart = offsets(share.mma_o, self.shape_o)
         if own_column == 0:  # one lane of each quad
             for r in cutlass.range_constexpr(cute.size(lse)):
-                lse_row = row + own_row + rows[r, 0][0]
-                if lse_row < share.mask.len_q:
-                    args.lse[batch, head, lse_row] = lse[r]
+                row = rows.first + own_row + apart[r, 0][0]
+                if row < rows.mask.len_q:
+                    args.lse[rows.batch, rows.head, row] = lse[r]
 
         rO = cute.make_rmem_tensor_like(share.acc_O, self.dtype)
         rO.store(share.acc_O.load().to(self.dtype))
-        first, threads = self.graph.barrier("store_o")
-        cute.arch.barrier(barrier_id=first + group, number_of_threads=threads)  # Q is read
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, share.mma_o).get_slice(share.thread)
-        cute.copy(atom, copy.retile(rO), copy.partition_D(sO[None, None, group]))
-        cute.arch.fence_view_async_shared()  # before TMA reads what was written here
-        cute.arch.barrier(barrier_id=first + group, number_of_threads=threads)  # O is written
+        first, threads = self.graph.barrier("store_o")
+        cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)  # Q is read
+        cute.copy(atom, copy.retile(rO), copy.partition_D(sO[None, None, share.group]))
+        cute.arch.fence_view_async_shared()  # TMA will read what was written here
+        cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)  # O is written
         if share.thread < WARP_THREADS:
-            gO = cute.local_tile(args.o[None, None, head, batch], self.shape_o, (None, 0))
+            gO = cute.local_tile(args.o[None, None, rows.head, rows.batch], self.shape_o, (None, 0))
             tOsO, tOgO = tma_tiles(args.store_o, sO, gO)
-            cute.copy(args.store_o, tOsO[None, group], tOgO[None, row // WGMMA_ROWS])
+            slab = tOgO[None, rows.first // WGMMA_ROWS]
+            cute.copy(args.store_o, tOsO[None, share.group], slab)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # before the slab is lent again
