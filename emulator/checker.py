@@ -1,0 +1,319 @@
+"""Happens-before: vector clocks over warps and asynchronous agents, and shared-memory shadows.
+
+Whether two accesses race does not depend on the order in which the emulator ran them. Every warp is
+an agent with a clock; so is every source of asynchronous work: the copies that arrive on one
+mbarrier, the wgmma groups of a warpgroup, the bulk groups of a thread. A synchronising operation
+hands over what the releasing agent has seen; an access is in order if its agent has seen the
+conflicting one before it.
+
+Each agent keeps two rows of clocks (PTX memory model, "proxies"): what it has seen, and what of that
+is visible to the asynchronous proxy if it starts a TMA or wgmma now. A generic write passes from the
+first row to the second only by a `fence.proxy.async` somewhere on the way.
+
+Shadows hold, for each granule of shared memory, the last writer and the last read of each reader.
+Clocks only grow, and a CTA starts having seen everything, so shadows are reused without clearing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Clock = NDArray[np.int32]  # [2, agents]: seen, and visible to the asynchronous proxy
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A race found: the other access."""
+
+    kind: str  # 'write' or 'read' that the access races with
+    agent: int
+    site: int
+    granule: int
+    missing_fence: bool  # ordered, but not by a proxy fence
+
+
+class Clocks:
+    """The agents of one cluster and what each has seen."""
+
+    def __init__(self, warps: int) -> None:
+        self.capacity = 128
+        self.rows = np.zeros((warps, 2, self.capacity), np.int32)
+        self.warps = warps
+        self.count = warps
+        self.asynchronous = np.zeros(self.capacity, bool)
+        self.issued = np.zeros(self.capacity, np.int32)  # last epoch of each asynchronous agent
+        self.ids: dict[Hashable, int] = {}
+        self.names: list[str] = [f"warp {w}" for w in range(warps)]
+        self.rows[np.arange(warps), 0, np.arange(warps)] = 1
+        # Lanes of each warp that wrote shared memory since the warp last synchronised itself, and
+        # the epoch before those writes: an arrival by other lanes does not cover them.
+        self.wrote = [0] * warps
+        self.covered = [0] * warps
+
+    def start(self, first: int, count: int) -> None:
+        """A new CTA occupies warps first..first+count: it has seen all that came before."""
+        latest = self.issued.copy()
+        own = np.arange(self.warps)
+        latest[own] = self.rows[own, 0, own]
+        for warp in range(first, first + count):
+            self.rows[warp, :] = latest
+            self.rows[warp, 0, warp] += 1
+            self.wrote[warp], self.covered[warp] = 0, int(self.rows[warp, 0, warp]) - 1
+
+    def agent(self, key: Hashable, name: str) -> int:
+        """The number of an asynchronous agent, made when first asked for."""
+        found = self.ids.get(key)
+        if found is None:
+            found = self.count
+            self.count += 1
+            if self.count > self.capacity:
+                grow = self.capacity
+                self.capacity *= 2
+                self.rows = np.concatenate(
+                    [self.rows, np.zeros((self.warps, 2, grow), np.int32)], axis=2
+                )
+                self.asynchronous = np.concatenate([self.asynchronous, np.zeros(grow, bool)])
+                self.issued = np.concatenate([self.issued, np.zeros(grow, np.int32)])
+            self.ids[key] = found
+            self.names.append(name)
+            self.asynchronous[found] = True
+        return found
+
+    def issue(self, agent: int) -> int:
+        """The epoch of a new operation of an asynchronous agent."""
+        self.issued[agent] += 1
+        return int(self.issued[agent])
+
+    def wrote_shared(self, warp: int, lanes: int) -> None:
+        self.wrote[warp] |= lanes
+
+    def _visible(self, warp: int, lanes: int) -> int:
+        """The epoch up to which the warp's own writes are covered by a release of `lanes`."""
+        if self.wrote[warp] & ~lanes:
+            return self.covered[warp]
+        return int(self.rows[warp, 0, warp])
+
+    def _tick(self, warp: int) -> None:
+        self.rows[warp, 0, warp] += 1
+
+    def release(self, warp: int, lanes: int) -> Clock:
+        """What `lanes` of a warp hand over."""
+        clock = self.rows[warp].copy()
+        clock[0, warp] = self._visible(warp, lanes)
+        self._tick(warp)
+        return clock
+
+    def acquire(self, warp: int, clock: Clock) -> None:
+        row = self.rows[warp]
+        if clock.shape[1] == self.capacity:
+            own = row[0, warp]
+            np.maximum(row, clock, out=row)
+            row[0, warp] = own
+        else:
+            width = clock.shape[1]
+            np.maximum(row[:, :width], clock, out=row[:, :width])
+
+    def observe(self, warp: int, agent: int, epoch: int) -> None:
+        """The warp has waited for an asynchronous agent's operations up to `epoch`."""
+        row = self.rows[warp]
+        if row[0, agent] < epoch:
+            row[0, agent] = row[1, agent] = epoch
+
+    def sync_warp(self, warp: int) -> None:
+        """The lanes of a warp have synchronised with one another."""
+        self.covered[warp] = int(self.rows[warp, 0, warp])
+        self.wrote[warp] = 0
+        self._tick(warp)
+
+    def fence(self, warp: int, lanes: int) -> None:
+        """fence.proxy.async: what the warp has seen becomes visible to the asynchronous proxy."""
+        row = self.rows[warp]
+        seen = row[0].copy()
+        seen[warp] = self._visible(warp, lanes)
+        np.maximum(row[1], seen, out=row[1])
+        self._tick(warp)
+
+    def eyes(self, warp: int, lanes: int) -> NDArray[np.int32]:
+        """Per agent, the epoch up to which its writes are visible to what `lanes` start now."""
+        row = self.rows[warp]
+        eyes = np.where(self.asynchronous, row[0], row[1])
+        if self.wrote[warp] & ~lanes:
+            eyes[warp] = min(int(eyes[warp]), self.covered[warp])
+        return eyes
+
+    def join(self, into: Clock | None, clock: Clock) -> Clock:
+        """The union of what two clocks have seen; `into` may be overwritten."""
+        if into is None:
+            return clock.copy()
+        if into.shape[1] < clock.shape[1]:
+            wide = np.zeros((2, clock.shape[1]), np.int32)
+            wide[:, : into.shape[1]] = into
+            into = wide
+        width = clock.shape[1]
+        np.maximum(into[:, :width], clock, out=into[:, :width])
+        return into
+
+    def mark(self, into: Clock | None, agent: int, epoch: int) -> Clock:
+        """`into`, having also seen an asynchronous agent's operations up to `epoch`."""
+        if into is None or into.shape[1] <= agent:
+            wide = np.zeros((2, self.capacity), np.int32)
+            if into is not None:
+                wide[:, : into.shape[1]] = into
+            into = wide
+        into[:, agent] = np.maximum(into[:, agent], epoch)
+        return into
+
+
+@dataclass
+class _AsyncReader:
+    """Last reads by asynchronous agents that read together (a warpgroup's wgmma)."""
+
+    agents: NDArray[np.intp]
+    epochs: NDArray[np.int32]
+    top: int = 0
+
+
+class Shadow:
+    """Last accesses to each cell of one CTA's shared memory; 16-byte rows of equal cells.
+
+    Cells are as small as the kernel's smallest shared access, so that neighbours never share one.
+    """
+
+    def __init__(self, size: int, cell_bytes: int, warps: int) -> None:
+        self.cell_bytes = cell_bytes
+        shape = (-(-size // 16), 16 // cell_bytes)
+        self.shape = shape
+        self.writer = np.full(shape, -1, np.int16)
+        self.written_at = np.zeros(shape, np.int32)
+        self.write_site = np.zeros(shape, np.int32)
+        self.read_site = np.zeros(shape, np.int32)
+        self.generic_reads = np.zeros((warps, *shape), np.int32)
+        self.generic_readers: list[int] = []
+        self.async_readers: dict[Hashable, _AsyncReader] = {}
+
+    def clear(self) -> None:
+        """A new CTA: nothing has been written."""
+        self.writer.fill(-1)
+
+    def forget(self, row: int, cells: slice) -> None:
+        """Memory that holds a barrier is no data."""
+        self.writer[row, cells] = -1
+
+    def generic(
+        self, clocks: Clocks, warps: NDArray[np.intp], rows: NDArray[np.intp],
+        cells: NDArray[np.intp], write: bool, site: int,
+    ) -> Conflict | str | None:  # fmt: skip
+        """Checks and records ordinary accesses; index arrays broadcast to one entry a cell."""
+        where = (rows, cells)
+        writer, at = self.writer[where], self.written_at[where]
+        found: Conflict | str | None = None
+        if not write and writer.min() < 0:
+            return "uninitialised"
+        wrong = clocks.rows[warps, 0, writer] < at
+        if write:
+            wrong &= writer >= 0
+        if wrong.any():
+            found = self._conflict("write", writer, self.write_site[where], rows, wrong)
+        elif write:
+            found = self._read_conflict(clocks, warps, rows, cells)
+        if write:
+            self.writer[where] = warps
+            self.written_at[where] = clocks.rows[warps, 0, warps]
+            self.write_site[where] = site
+        else:
+            self.generic_reads[(warps, *where)] = clocks.rows[warps, 0, warps]
+            self.read_site[where] = site
+            for warp in np.unique(warps).tolist():
+                if warp not in self.generic_readers:
+                    self.generic_readers.append(warp)
+        return found
+
+    def _read_conflict(self, clocks, warps, rows, cells) -> Conflict | None:
+        for reader in self.generic_readers:
+            wrong = self.generic_reads[reader, rows, cells] > clocks.rows[warps, 0, reader]
+            wrong &= warps != reader
+            if wrong.any():
+                agents = np.broadcast_to(reader, wrong.shape)
+                return self._conflict("read", agents, self.read_site[rows, cells], rows, wrong)
+        for reader in self.async_readers.values():
+            limit = clocks.rows[warps, 0][..., reader.agents].min(-1)
+            wrong = reader.epochs[rows, cells] > limit
+            if wrong.any():
+                agents = np.broadcast_to(reader.agents[0], wrong.shape)
+                return self._conflict("read", agents, self.read_site[rows, cells], rows, wrong)
+        return None
+
+    @staticmethod
+    def _conflict(kind, agents, sites, rows, wrong, fence: bool = False) -> Conflict:
+        where = tuple(np.argwhere(wrong)[0])
+        row = np.broadcast_to(rows, wrong.shape)[where]
+        return Conflict(kind, int(agents[where]), int(sites[where]), int(row), fence)
+
+    def async_read(
+        self, eyes: NDArray[np.int32], seen: NDArray[np.int32], rows: NDArray[np.intp] | slice,
+        key: Hashable, agents: Sequence[int], epoch: int, site: int,
+    ) -> Conflict | str | None:  # fmt: skip
+        """Checks and records reads of whole 16-byte rows by the asynchronous proxy."""
+        reader = self.async_readers.get(key)
+        if reader is None:
+            reader = _AsyncReader(np.array(agents), np.zeros(self.shape, np.int32))
+            self.async_readers[key] = reader
+        writer, at = self.writer[rows], self.written_at[rows]
+        if writer.min(initial=0) < 0:
+            return "uninitialised"
+        wrong = eyes[writer] < at
+        reader.epochs[rows] = epoch
+        reader.top = epoch
+        self.read_site[rows] = site
+        if wrong.any():
+            return self._write_conflict(rows, writer, at, wrong, seen)
+        return None
+
+    def _write_conflict(self, rows, writer, at, wrong, seen) -> Conflict:
+        where = tuple(np.argwhere(wrong)[0])
+        fence = bool(seen[writer[where]] >= at[where])
+        return self._conflict(
+            "write", writer, self.write_site[rows], _row_numbers(rows), wrong, fence
+        )
+
+    def async_write(
+        self, eyes: NDArray[np.int32], seen: NDArray[np.int32], rows: NDArray[np.intp] | slice,
+        agent: int, epoch: int, site: int,
+    ) -> Conflict | None:  # fmt: skip
+        """Checks and records writes of whole 16-byte rows by the asynchronous proxy."""
+        writer, at = self.writer[rows], self.written_at[rows]
+        wrong = (eyes[writer] < at) & (writer >= 0)
+        if wrong.any():
+            found = self._write_conflict(rows, writer, at, wrong, seen)
+        else:
+            found = self._read_conflict_async(seen, rows)
+        self.writer[rows] = agent
+        self.written_at[rows] = epoch
+        self.write_site[rows] = site
+        return found
+
+    def _read_conflict_async(self, seen, rows) -> Conflict | None:
+        for reader in self.generic_readers:
+            wrong = self.generic_reads[reader][rows] > seen[reader]
+            if wrong.any():
+                agents = np.broadcast_to(reader, wrong.shape)
+                return self._conflict("read", agents, self.read_site[rows], _row_numbers(rows), wrong)
+        for reader in self.async_readers.values():
+            limit = int(seen[reader.agents].min())
+            if reader.top > limit:
+                wrong = reader.epochs[rows] > limit
+                if wrong.any():
+                    agents = np.broadcast_to(reader.agents[0], wrong.shape)
+                    return self._conflict("read", agents, self.read_site[rows], _row_numbers(rows),
+                                          wrong)  # fmt: skip
+        return None
+
+
+def _row_numbers(rows: NDArray[np.intp] | slice) -> NDArray[np.intp]:
+    if isinstance(rows, slice):
+        rows = np.arange(rows.start, rows.stop)
+    return rows[:, None]

@@ -1,0 +1,142 @@
+"""Sessions: launches of compiled functions in this thread run on the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import loader
+from .machine import Machine
+from .memory import Extent, GlobalMemory
+from .report import KernelFault, Options, Report
+
+Tensor = torch.Tensor | np.ndarray
+
+
+@dataclasses.dataclass
+class Session:
+    """A run of launches: `report` grows with each."""
+
+    options: Options
+    report: Report = dataclasses.field(default_factory=Report)
+    extents: list[Extent] = dataclasses.field(default_factory=list)
+
+    def launch(self, launch: loader.Launch) -> None:
+        memory = self.memory
+        machine = Machine(launch, memory, self.options)
+        machine.run()
+        self.report.launches.append(machine.counters)
+        self._finish(machine.findings)
+
+    def _finish(self, findings: list) -> None:
+        self.report.findings += findings
+        if findings and self.options.raise_on_fault:
+            raise KernelFault(findings)
+
+    def call(self, function: Any, *args: Any, outputs: Iterable[Tensor] = ()) -> Any:
+        """Runs `function(*args)`; every byte of `outputs` must be written by it."""
+        outputs = list(outputs)
+        chosen = {_address(t) for t in outputs}
+        extents = [
+            _extent(f"argument {i}", t, _address(t) in chosen) for i, t in _tensors(args)
+        ]  # fmt: skip
+        for tensor in outputs:
+            _poison(tensor)
+        self.memory = GlobalMemory(extents)
+        with loader.intercept(self.launch):
+            result = loader.call(function, *args)
+        if outputs and self.options.check:
+            from .report import Finding
+
+            self._finish([
+                Finding(
+                    "unwritten output",
+                    f"{size} bytes of {extent.name} are never written; the first is at index {first}",
+                    self.report.launches[-1].kernel if self.report.launches else "no launch",
+                    "", "", 0,
+                )
+                for extent, size, first in self.memory.unwritten()
+            ])  # fmt: skip
+        return result
+
+
+_active: contextvars.ContextVar[Session | None] = contextvars.ContextVar("session", default=None)
+
+
+@contextlib.contextmanager
+def session(options: Options | None = None) -> Iterator[Session]:
+    """Within the block, `emulator.call` runs compiled functions on the emulator."""
+    made = Session(options or Options())
+    token = _active.set(made)
+    try:
+        yield made
+    finally:
+        _active.reset(token)
+
+
+def call(function: Any, *args: Any, outputs: Iterable[Tensor] = ()) -> Any:
+    """Calls a compiled CuTe-DSL function on CPU tensors, in the session of this thread.
+
+    Args:
+        function: made by `cute.compile`, with or without TVM-FFI, or loaded from an object.
+        args: as for the function; tensors are CPU torch tensors or NumPy arrays.
+        outputs: those of the tensors of which every byte must be written. They are filled with NaN
+            first.
+
+    Raises:
+        KernelFault: the run had findings (unless `Options.raise_on_fault` is False).
+        NotImplementedError: an instruction the emulator does not know.
+    """
+    current = _active.get()
+    if current is None:
+        raise RuntimeError("emulator.call needs `with emulator.session():` around it")
+    return current.call(function, *args, outputs=outputs)
+
+
+def run(
+    function: Any, *args: Any, outputs: Iterable[Tensor] = (), options: Options | None = None
+) -> Report:
+    """One call in a session of its own; returns its report."""
+    with session(options) as made:
+        made.call(function, *args, outputs=outputs)
+    return made.report
+
+
+def _tensors(args: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    for i, value in enumerate(args):
+        label = f"{name}{i}"
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            yield label, value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value, f"{label}.")
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = [getattr(value, f.name) for f in dataclasses.fields(value)]
+            yield from _tensors(fields, f"{label}.")
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else tensor.ctypes.data
+
+
+def _extent(name: str, tensor: Tensor, output: bool) -> Extent:
+    if isinstance(tensor, torch.Tensor):
+        item = tensor.element_size()
+        strides = tuple(s * item for s in tensor.stride())
+        return Extent(name, tensor.data_ptr(), tuple(tensor.shape), strides, item, output)
+    return Extent(
+        name, tensor.ctypes.data, tensor.shape, tensor.strides, tensor.itemsize, output
+    )
+
+
+def _poison(tensor: Tensor) -> None:
+    """Fills with NaN (integers: all ones)."""
+    if isinstance(tensor, torch.Tensor):
+        tensor.fill_(float("nan") if tensor.dtype.is_floating_point else -1)
+    else:
+        tensor.fill(np.nan if tensor.dtype.kind == "f" else -1)
