@@ -264,11 +264,14 @@ def _compile(spec: Spec) -> tuple[bytes, str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _shown(what: str) -> Iterator[None]:
-    """A spinner on stderr while the block runs, where someone is looking."""
+    """Say on stderr what the block does, if someone is looking: a spinner, in a log a line."""
     if not env.progress():
         yield
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(what):
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(what, markup=False)
+    with console.status(what):
         yield

@@ -1,0 +1,219 @@
+"""`python -m hopwell demo`: attention where you are, measured against float64.
+
+With a GPU that there are kernels for, on it, with times beside cuDNN's; else on the emulator, with
+the checker's verdict and the counters.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from . import checks
+from .emulate import emulate
+from .functions import forward
+
+# Unit roundoff: the largest relative error of rounding to nearest.
+_ROUNDOFF = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the demo."""
+
+    batch: int
+    len_q: int
+    len_kv: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    dtype: torch.dtype
+    causal: bool
+
+    def inputs(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Normal q, k and v, (batch, len, heads, head_dim), alike on every device."""
+        random = torch.Generator().manual_seed(0)
+        shapes = (
+            (self.batch, self.len_q, self.heads, self.head_dim),
+            *2 * [(self.batch, self.len_kv, self.heads_kv, self.head_dim)],
+        )
+        q, k, v = (torch.randn(shape, generator=random).to(device, self.dtype) for shape in shapes)
+        return q, k, v
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.heads_kv}" if self.heads != self.heads_kv else str(self.heads)
+        kind = str(self.dtype).removeprefix("torch.")
+        mask = "causal" if self.causal else "full"
+        return (
+            f"{self.batch} x {self.len_q} x {self.len_kv}, {heads} heads of {self.head_dim}, "
+            f"{kind}, {mask}"
+        )
+
+
+CASES = (
+    Case(1, 512, 512, 2, 2, 128, torch.bfloat16, causal=False),
+    Case(1, 1024, 1024, 1, 1, 128, torch.bfloat16, causal=True),
+    Case(2, 333, 777, 4, 2, 64, torch.float16, causal=True),  # GQA, ragged
+    Case(1, 1000, 61, 2, 1, 64, torch.bfloat16, causal=False),  # MQA, less than a tile of keys
+    Case(1, 300, 200, 1, 1, 128, torch.float16, causal=True),  # 100 rows with nothing to attend
+)
+GPU_CASES = (
+    Case(4, 4096, 4096, 16, 16, 128, torch.bfloat16, causal=False),
+    Case(4, 4096, 4096, 16, 16, 128, torch.bfloat16, causal=True),
+)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far a result is from float64."""
+
+    out: float  # largest |O - O64|
+    share: float  # largest |O - O64| as a share of what rounding allows
+    lse: float  # largest |LSE - LSE64|
+
+    @property
+    def fine(self) -> bool:
+        """Whether the errors are rounding and nothing else."""
+        return self.share <= 1 and self.lse <= 1e-4
+
+
+def run() -> bool:
+    """Run every case and print a table; returns whether all of them are right."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)  # a table cut to a log's 80 columns cannot be read
+    if not torch.cuda.is_available():
+        return _on_emulator(console)
+    device = torch.device("cuda", torch.cuda.current_device())
+    problems = [problem.text for problem in checks.gpu(device, None)]
+    if problems:
+        console.print(problems[0], "Running on the emulator.", style="yellow")
+        return _on_emulator(console)
+    return _on_gpu(console)
+
+
+def measure(
+    case: Case, inputs: tuple[torch.Tensor, ...], out: torch.Tensor, lse: torch.Tensor
+) -> Errors:
+    """Compare with float64.
+
+    What rounding allows: P is rounded to the input's type before the second product and O after it,
+    each by at most the unit roundoff u, so |O - O64| <= u (P |V| + |O|). A twentieth is added for
+    fp32 arithmetic, and 1e-5 of the largest |V| for P below fp16's normal numbers.
+    """
+    q, k, v = (tensor.double().transpose(1, 2) for tensor in inputs)
+    group = case.heads // case.heads_kv
+    k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
+    scores = q @ k.mT / math.sqrt(case.head_dim)
+    if case.causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores.masked_fill_(~seen.tril(case.len_kv - case.len_q), -math.inf)
+    exact_lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - exact_lse.nan_to_num(neginf=0).unsqueeze(-1))
+    exact = weights @ v
+    allowed = 1.05 * _ROUNDOFF[case.dtype] * (weights @ v.abs() + exact.abs())
+    error = (out.double().transpose(1, 2) - exact).abs()
+    unseen = exact_lse.isneginf()
+    # The lse of a row that sees nothing is exactly -inf; anything else is off without measure.
+    lse_error = (lse.double() - exact_lse).abs().masked_fill(unseen & lse.isneginf(), 0)
+    return Errors(
+        out=error.max().item(),
+        share=(error / (allowed + 1e-5 * v.abs().max())).max().item(),
+        lse=lse_error.nan_to_num(nan=math.inf).max().item(),
+    )
+
+
+def _on_emulator(console: Console) -> bool:
+    from .. import emulator
+
+    arch = checks.arches()[0]
+    table = _table(f"the {arch} kernel on the emulator", "checker", *_COUNTED, "s")
+    ok = True
+    for case in CASES:
+        inputs = case.inputs("cpu")
+        start = time.perf_counter()
+        try:
+            with console.status(str(case)), emulate(arch, counters=True) as emulation:
+                out, lse = forward(*inputs, causal=case.causal)
+        except emulator.KernelFault as fault:
+            console.print(f"{case}:\n{fault}", markup=False)
+            table.add_row(str(case), "", "", "", f"[red]{len(fault.findings)} findings")
+            ok = False
+            continue
+        seconds = time.perf_counter() - start
+        errors = measure(case, inputs, out, lse)
+        ok &= errors.fine
+        counters = emulation.report.counters
+        table.add_row(
+            *_errors(case, errors),
+            "silent",
+            f"{counters.global_read_bytes / 1024:.0f}",
+            f"{counters.global_write_bytes / 1024:.0f}",
+            f"{counters.tensor_flops / 1e6:.0f}",
+            f"{counters.total('mufu') / 1e3:.1f}",
+            f"{counters.warp_instructions / 1e3:.0f}",
+            f"{seconds:.1f}",
+        )
+    return _conclude(console, table, ok)
+
+
+_COUNTED = ("KiB read", "KiB written", "tensor MFLOP", "k mufu", "k instructions")
+
+
+def _on_gpu(console: Console) -> bool:
+    from ..benchmarks.forward import cudnn, times
+
+    table = _table(f"on {torch.cuda.get_device_name()}", "us", "cuDNN us")
+    ok = True
+    for case in (*CASES, *GPU_CASES):
+        inputs = case.inputs("cuda")
+        with console.status(str(case)):
+            out, lse = forward(*inputs, causal=case.causal)
+            errors = measure(case, inputs, out, lse)
+            ok &= errors.fine
+            contenders: dict[str, Callable[[], object]] = {
+                "hopwell": partial(forward, *inputs, causal=case.causal)
+            }
+            if not case.causal or case.len_q == case.len_kv:  # else torch's mask is another
+                contenders["cudnn"] = cudnn(*inputs, causal=case.causal)
+            us = times(contenders)
+        table.add_row(
+            *_errors(case, errors),
+            f"{us['hopwell']:.1f}",
+            f"{us['cudnn']:.1f}" if "cudnn" in us else "another mask",
+        )
+    return _conclude(console, table, ok)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=f"Hopwell forward, {title}")
+    table.add_column("batch x len_q x len_kv")
+    for column in ("O error", "of allowed", "LSE error", *columns):
+        table.add_column(column, justify="right")
+    return table
+
+
+def _errors(case: Case, errors: Errors) -> tuple[str, str, str, str]:
+    style = "" if errors.fine else "[red]"
+    return (
+        str(case),
+        f"{style}{errors.out:.1e}",
+        f"{style}{errors.share:.0%}",
+        f"{style}{errors.lse:.1e}",
+    )
+
+
+def _conclude(console: Console, table: Table, ok: bool) -> bool:
+    console.print(table)
+    console.print(
+        "Errors are against float64; O's beside what rounding P and O allows.",
+        "[green]All as they should be." if ok else "[red]Not as they should be.",
+    )
+    return ok

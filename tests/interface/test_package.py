@@ -1,0 +1,158 @@
+"""What importing costs, what the face hands on, and the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import hopwell
+from hopwell.interface import compile as compiling
+from hopwell.interface import env
+from hopwell.interface.cache import Store
+from hopwell.interface.cli import main
+
+from . import standin
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str) -> str:
+    """What a fresh Python prints."""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments, catch_exceptions=False)
+
+
+def test_import_loads_neither_torch_nor_the_compiler() -> None:
+    heavy = "('torch', 'numpy', 'cutlass', 'tvm_ffi', 'rich', 'click', 'jax', 'transformers')"
+    code = f"import sys, hopwell; print([name for name in {heavy} if name in sys.modules])"
+    assert python(code) == "[]\n"
+
+
+def test_the_functions_load_no_compiler() -> None:
+    code = "import sys, hopwell; hopwell.forward; print('cutlass' in sys.modules)"
+    assert python(code) == "False\n"
+
+
+def test_import_adds_little_to_torch_and_the_dsl() -> None:
+    code = """
+import time, torch, cutlass.cute
+start = time.perf_counter()
+import hopwell
+hopwell.forward, hopwell.emulate, hopwell.supported
+print(time.perf_counter() - start)
+"""
+    assert float(python(code)) < 0.5
+
+
+def test_every_public_name_is_there() -> None:
+    for name in hopwell.__all__:
+        assert getattr(hopwell, name) is not None
+    assert dir(hopwell) == hopwell.__all__
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="module 'hopwell' has no attribute 'atention'"):
+        _ = hopwell.atention
+
+
+def test_info_as_json() -> None:
+    found = json.loads(command("info", "--json").output)
+    assert found["packages"]["hopwell"] == hopwell.__version__
+    assert found["kernels"][0]["head_dims"] == [64, 128]
+    assert [variable["name"] for variable in found["environment"]] == [v.name for v in env.TABLE]
+
+
+def test_info_prints_every_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOPWELL_PROGRESS", "0")
+    said = command("info").output
+    for variable in env.TABLE:
+        assert variable.name in said and variable.meaning in said
+    assert "value: 0" in said
+
+
+def test_info_says_what_is_broken_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> int:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr("torch.cuda.device_count", broken)
+    found = json.loads(command("info", "--json").output)
+    assert found["gpus"] == "unknown: RuntimeError: no driver"
+    assert found["kernels"]
+
+
+def test_cache_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path))
+    assert command("cache", "path").output == f"{tmp_path}\n"
+    assert command("cache", "list").output == ""
+    entry = compiling.save(standin.spec(), Store(tmp_path))
+    said = command("cache", "list").output
+    assert said.startswith(f"{entry.folder.name}  ")
+    assert "dtype=float32" in said and "registers, 0 B local" in said
+    assert command("cache", "clear").output == "removed 1 kernels\n"
+    assert command("cache", "list").output == ""
+
+
+def test_compile_for_an_sm_version_without_kernels() -> None:
+    run = command("compile", "--arch", "sm_80")
+    assert run.exit_code == 1
+    assert run.output.startswith("Error: SM version is 'sm_80'; needs one that there are kernels")
+
+
+def test_compile_writes_what_load_takes(tmp_path: Path) -> None:
+    entries = hopwell.compile(
+        "sm_90a", out=tmp_path, dtypes=[torch.float16], head_dims=[64], causal=[True]
+    )
+    assert [entry.facts["facts"]["negative_scale"] for entry in entries] == [False, True]
+    assert hopwell.load(tmp_path) == 2
+    compiling.forget()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU to time")
+def test_bench_without_a_gpu_says_so() -> None:
+    run = command("bench")
+    assert run.exit_code == 1
+    assert run.output.startswith("Error: this machine has no CUDA GPU")
+
+
+def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOPWELL_LOG", "loud")
+    with pytest.raises(ValueError) as raised:
+        env.configure_log()
+    assert str(raised.value) == (
+        "HOPWELL_LOG is 'loud'; needs one of debug, info, warning; pass one of those"
+    )
+
+
+def test_log_says_what_is_compiled() -> None:
+    code = """
+import os, tempfile
+os.environ |= {"HOPWELL_LOG": "info", "HOPWELL_CACHE": "0"}
+from hopwell.interface import compile
+from tests.interface import standin
+compile.launcher(standin.spec())
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "hopwell: compiled scaled for sm_90a (dtype float32) in " in run.stderr
+
+
+@pytest.mark.parametrize(("value", "shown"), [("1", True), ("0", False), (None, False)])
+def test_progress(value: str | None, shown: bool, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    """Drawn when asked for, and otherwise only on a terminal, which a test has none of."""
+    if value is None:
+        monkeypatch.delenv("HOPWELL_PROGRESS", raising=False)
+    else:
+        monkeypatch.setenv("HOPWELL_PROGRESS", value)
+    with compiling._shown("compiling something"):
+        pass
+    assert ("compiling something" in capfd.readouterr().err) is shown
