@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+
 from hopwell.emulator import loader
 
 if importlib.util.find_spec("triton") is None and (spec := importlib.util.find_spec("quack")):
