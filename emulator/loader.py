@@ -51,6 +51,7 @@ class Launch:
     cluster: tuple[int, int, int]  # CTAs; (1, 1, 1) without clusters
     smem_bytes: int  # dynamic shared memory
     args: tuple[int, ...]  # address of each kernel parameter, in the order of the PTX `.entry`
+    arguments: tuple[Any, ...] = ()  # what the host function was called with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +110,7 @@ class _Frame:
 
     program: _Program
     handler: Handler
+    arguments: tuple[Any, ...]
     error: BaseException | None = None
 
 
@@ -149,7 +151,9 @@ def call(function: Any, *args: Any, **kwargs: Any) -> Any:
     if handler is None:
         raise RuntimeError("an emulated call needs `with intercept(handler):` around it")
     program = _program_of(function)
-    outer, _thread.frame = _thread.frame, _Frame(program, handler)
+    outer, _thread.frame = _thread.frame, _Frame(
+        program, handler, (*args, *kwargs.values())
+    )
     frame = _thread.frame
     result = None
     try:
@@ -619,6 +623,7 @@ def _launch_kernel(frame: _Frame, config_at: Any, handle: int, args: Any) -> Non
         cluster=cluster,
         smem_bytes=config.smem_bytes,
         args=tuple(args[: kernel.num_params]),
+        arguments=frame.arguments,
     )
     _check_launch(launch, frame.program.device)
     frame.handler(launch)

@@ -14,7 +14,7 @@ import torch
 from . import loader
 from .machine import Machine
 from .memory import Extent, GlobalMemory
-from .report import KernelFault, Options, Report
+from .report import Finding, KernelFault, Options, Report
 
 Tensor = torch.Tensor | np.ndarray
 
@@ -25,16 +25,26 @@ class Session:
 
     options: Options
     report: Report = dataclasses.field(default_factory=Report)
-    extents: list[Extent] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._outputs: set[int] = set()
+        self._arguments: tuple[Any, ...] | None = None
+        self._memory = GlobalMemory([])
 
     def launch(self, launch: loader.Launch) -> None:
-        memory = self.memory
-        machine = Machine(launch, memory, self.options)
+        """Runs one launch of the call in progress."""
+        if self._arguments is not launch.arguments:
+            self._arguments = launch.arguments
+            self._memory = GlobalMemory(
+                _extent(f"argument {i}", t, _address(t) in self._outputs)
+                for i, t in _tensors(launch.arguments)
+            )
+        machine = Machine(launch, self._memory, self.options)
         machine.run()
         self.report.launches.append(machine.counters)
         self._finish(machine.findings)
 
-    def _finish(self, findings: list) -> None:
+    def _finish(self, findings: list[Finding]) -> None:
         self.report.findings += findings
         if findings and self.options.raise_on_fault:
             raise KernelFault(findings)
@@ -42,27 +52,25 @@ class Session:
     def call(self, function: Any, *args: Any, outputs: Iterable[Tensor] = ()) -> Any:
         """Runs `function(*args)`; every byte of `outputs` must be written by it."""
         outputs = list(outputs)
-        chosen = {_address(t) for t in outputs}
-        extents = [
-            _extent(f"argument {i}", t, _address(t) in chosen) for i, t in _tensors(args)
-        ]  # fmt: skip
         for tensor in outputs:
             _poison(tensor)
-        self.memory = GlobalMemory(extents)
-        with loader.intercept(self.launch):
+        self._outputs = {_address(t) for t in outputs}
+        try:
             result = loader.call(function, *args)
+        finally:
+            self._outputs, self._arguments = set(), None
         if outputs and self.options.check:
-            from .report import Finding
-
-            self._finish([
-                Finding(
-                    "unwritten output",
-                    f"{size} bytes of {extent.name} are never written; the first is at index {first}",
-                    self.report.launches[-1].kernel if self.report.launches else "no launch",
-                    "", "", 0,
-                )
-                for extent, size, first in self.memory.unwritten()
-            ])  # fmt: skip
+            kernel = self.report.launches[-1].kernel if self.report.launches else "no launch"
+            self._finish(
+                [
+                    Finding(
+                        "unwritten output",
+                        f"{size} bytes of {extent.name} are never written, the first at index {at}",
+                        kernel, "", "", 0,
+                    )
+                    for extent, size, at in self._memory.unwritten()
+                ]
+            )  # fmt: skip
         return result
 
 
@@ -71,11 +79,12 @@ _active: contextvars.ContextVar[Session | None] = contextvars.ContextVar("sessio
 
 @contextlib.contextmanager
 def session(options: Options | None = None) -> Iterator[Session]:
-    """Within the block, `emulator.call` runs compiled functions on the emulator."""
+    """Within the block, compiled functions called in this thread run on the emulator."""
     made = Session(options or Options())
     token = _active.set(made)
     try:
-        yield made
+        with loader.intercept(made.launch):
+            yield made
     finally:
         _active.reset(token)
 

@@ -187,7 +187,7 @@ class Program:
         """Name of one register's row seen as `letter`, with a cast behind a colon."""
         base, _, cast = letter.partition(":")
         row = self.rows[register]
-        name = f"{base}{row}"
+        name = f"r{base}{row}"  # r: a row; u8, f32, ... are types
         self.names[name] = (base, row)
         return f"{name}.astype({cast})" if cast else name
 
@@ -199,7 +199,7 @@ class Program:
         step = rows[1] - rows[0] if len(rows) > 1 else 1
         if step and all(b - a == step for a, b in zip(rows, rows[1:], strict=False)):
             stop = rows[-1] + (1 if step > 0 else -1)
-            name = f"{base}{rows[0]}_{stop if stop >= 0 else 'x'}_{step}".replace("-", "n")
+            name = f"r{base}{rows[0]}_{stop if stop >= 0 else 'x'}_{step}".replace("-", "n")
             self.names[name] = (base, slice(rows[0], stop if stop >= 0 else None, step))
             return name + tail, not cast
         return f"{base.replace('X', 'X')}_all[{self.constant(np.array(rows))}]{tail}", False
