@@ -151,9 +151,7 @@ def call(function: Any, *args: Any, **kwargs: Any) -> Any:
     if handler is None:
         raise RuntimeError("an emulated call needs `with intercept(handler):` around it")
     program = _program_of(function)
-    outer, _thread.frame = _thread.frame, _Frame(
-        program, handler, (*args, *kwargs.values())
-    )
+    outer, _thread.frame = _thread.frame, _Frame(program, handler, (*args, *kwargs.values()))
     frame = _thread.frame
     result = None
     try:
