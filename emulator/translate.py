@@ -50,6 +50,14 @@ _MUFU = ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh")
 _FMA = ("add", "sub", "mul", "fma", "mad")
 
 
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An immediate and the letter of its type."""
+
+    letter: str
+    value: int | float
+
+
 @dataclass(slots=True)
 class Pure:
     """One register-to-register operation: `code` over `srcs` into one destination row."""
@@ -310,15 +318,11 @@ class Program:
         if kind == "n":
             return str(value)
         values = [p.srcs[i][1] for p in batch]
-        if kind == "c":
-            if all(v == value or (v != v and value != value) for v in values):
-                return _literal(value)
-            column = np.array(values)
-            if column.dtype.kind == "f":
-                column = column.astype(np.float32 if batch[0].letter == "f" else np.float64)
-            elif column.dtype.kind in "iu":
-                column = column.astype(DTYPE.get(batch[0].letter, np.int64))
-            return self.constant(column[:, None])
+        if isinstance(value, Constant):
+            numbers = [p.srcs[i][1].value for p in batch]  # pyright: ignore
+            if len({repr(n) for n in numbers}) == 1:
+                return _literal(numbers[0])
+            return self.constant(np.array(numbers, DTYPE[value.letter])[:, None])
         if len(set(values)) == 1:
             return self.view(kind, str(value))
         return self.many(kind, [str(v) for v in values])[0]
@@ -458,7 +462,7 @@ class _Emitter:
         if type_ == "n":
             return ("n", value)
         if isinstance(value, (int, float)):
-            return ("c", self.immediate(type_, value))
+            return ("c", Constant(_LETTER.get(type_, "u"), self.immediate(type_, value)))
         if not isinstance(value, str):
             raise Unknown
         if value in self.registers:
@@ -478,7 +482,7 @@ class _Emitter:
             if param.name == value:
                 return ("n", f"param_address({param.offset})")
         if value == "WARP_SZ":
-            return ("c", 32)
+            return ("c", Constant("u", 32))
         raise Unknown
 
     @staticmethod
@@ -510,8 +514,8 @@ class _Emitter:
     # Text of an operand inside an effect
     def text(self, type_: str, value: object) -> str:
         kind, found = self.source(type_, value)
-        if kind == "c":
-            return _literal(found)
+        if isinstance(found, Constant):
+            return _literal(found.value)
         if kind == "n":
             return str(found)
         base, _, cast = kind.partition(":")
