@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from . import checks, env
 
 if TYPE_CHECKING:
-    from .. import emulator
+    from ..emulator import Report
+    from ..emulator.session import Session
 
 _active: ContextVar[Emulation | None] = ContextVar("emulation", default=None)
 
@@ -21,10 +22,10 @@ class Emulation:
     """The emulator in use; its report grows with every launch."""
 
     arch: str
-    session: emulator.Session
+    session: Session
 
     @property
-    def report(self) -> emulator.Report:
+    def report(self) -> Report:
         """Findings and counters of every launch so far."""
         return self.session.report
 
@@ -40,9 +41,7 @@ class Emulation:
             emulator.KernelFault: the checker found a fault in the kernel.
             NotImplementedError: the kernel uses an instruction the emulator does not know.
         """
-        from .. import emulator
-
-        emulator.call(compiled, *args, outputs=outputs)
+        self.session.call(compiled, *args, outputs=outputs)
 
 
 def active() -> Emulation | None:
@@ -81,8 +80,9 @@ def emulate(
     checks.choice("order", order, ("eager", "deferred", "random"))
     options = emulator.Options(check=check, counters=counters, order=order, seed=seed)
     with emulator.session(options) as session:
-        token = _active.set(Emulation(chosen, session))
+        emulation = Emulation(chosen, session)
+        token = _active.set(emulation)
         try:
-            yield Emulation(chosen, session)
+            yield emulation
         finally:
             _active.reset(token)

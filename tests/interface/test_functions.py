@@ -1,0 +1,212 @@
+"""`attention` and `forward` as a user calls them, on the emulator."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import hopwell
+from hopwell.interface import compile as compiling
+from hopwell.interface import functions
+from hopwell.interface.demo import Case, Errors, measure
+from hopwell.interface.emulate import Emulation, active
+
+
+@pytest.fixture
+def emulation() -> Iterator[Emulation]:
+    with hopwell.emulate("sm_90a", counters=True) as emulation:
+        yield emulation
+
+
+def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return case.inputs("cpu")
+
+
+SMALL = Case(1, 100, 150, 2, 1, 64, torch.float16, causal=True)
+
+
+def errors(case: Case, out: torch.Tensor, lse: torch.Tensor) -> Errors:
+    return measure(case, inputs(case), out, lse)
+
+
+def test_a_new_length_batch_head_count_or_stride_never_compiles(emulation: Emulation) -> None:
+    hopwell.forward(*inputs(SMALL), causal=True)
+    before = compiling.counts.compiled
+    for case in (
+        Case(1, 1, 1, 1, 1, 64, torch.float16, causal=True),
+        Case(2, 129, 64, 4, 4, 64, torch.float16, causal=True),
+        Case(1, 64, 257, 6, 2, 64, torch.float16, causal=True),
+    ):
+        q, k, v = inputs(case)
+        assert errors(case, *hopwell.forward(q, k, v, causal=True)).fine
+        kv = torch.stack([k, v], dim=3)  # strides of a packed projection
+        out, lse = hopwell.forward(q, kv[:, :, :, 0], kv[:, :, :, 1], causal=True)
+        assert errors(case, out, lse).fine
+    assert compiling.counts.compiled == before
+    assert len(emulation.report.launches) == 7
+
+
+def test_a_warm_call_makes_no_plan(emulation: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(SMALL)
+    first = hopwell.forward(q, k, v, causal=True)
+    monkeypatch.setattr(functions, "_make_plan", None)
+    again = hopwell.forward(q.clone(), k.clone(), v.clone(), causal=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_plans_are_forgotten_when_there_are_many(
+    emulation: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functions, "_PLANS_KEPT", 3)
+    functions._plans.clear()
+    for length in range(5):
+        hopwell.forward(*(torch.zeros(0, length, 1, 64, dtype=torch.float16) for _ in "qkv"))
+    assert len(functions._plans) == 3
+
+
+def test_attention_returns_what_forward_does(emulation: Emulation) -> None:
+    q, k, v = inputs(SMALL)
+    out, lse = hopwell.forward(q, k, v, causal=True)
+    alone = hopwell.attention(q, k, v, causal=True)
+    both = hopwell.attention(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(alone, out) and torch.equal(both[0], out) and torch.equal(both[1], lse)
+    assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
+    assert lse.shape == (1, 2, 100) and lse.dtype == torch.float32
+
+
+def test_layout_bhsd(emulation: Emulation) -> None:
+    q, k, v = inputs(SMALL)
+    out, lse = hopwell.forward(q, k, v, causal=True)
+    heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+    for seen in (heads_first, [tensor.contiguous() for tensor in heads_first]):
+        seen_out, seen_lse = hopwell.forward(*seen, causal=True, layout="bhsd")
+        assert seen_out.shape == (1, 2, 100, 64) and seen_out.is_contiguous()
+        assert torch.equal(seen_out.transpose(1, 2), out) and torch.equal(seen_lse, lse)
+
+
+def test_given_buffers_are_used(emulation: Emulation) -> None:
+    q, k, v = inputs(SMALL)
+    expected, expected_lse = hopwell.forward(q, k, v, causal=True)
+    whole = torch.full((1, 100, 2, 3, 64), 7.0, dtype=torch.float16)
+    out, lse = whole[:, :, :, 1], torch.empty(1, 2, 100)
+    results = hopwell.forward(q, k, v, causal=True, out=out, lse=lse)
+    assert results[0] is out and results[1] is lse
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert (whole[:, :, :, [0, 2]] == 7).all()
+
+
+def test_an_expanded_batch_is_not_copied(emulation: Emulation) -> None:
+    q, k, v = inputs(SMALL)
+    out, lse = hopwell.forward(q, k, v, causal=True)
+    wide = hopwell.forward(
+        q.expand(3, -1, -1, -1), k.expand(3, -1, -1, -1), v.expand(3, -1, -1, -1), causal=True
+    )
+    for b in range(3):
+        assert torch.equal(wide[0][b], out[0]) and torch.equal(wide[1][b], lse[0])
+
+
+@pytest.mark.parametrize(
+    ("q", "kv"),
+    [
+        ((0, 5, 2, 64), (0, 7, 1, 64)),
+        ((2, 0, 2, 64), (2, 7, 1, 64)),
+        ((2, 5, 0, 64), (2, 7, 1, 64)),
+    ],
+    ids=["batch", "len_q", "heads"],
+)
+def test_nothing_to_compute(q: Any, kv: Any, emulation: Emulation) -> None:
+    out, lse = hopwell.forward(*(torch.zeros(shape, dtype=torch.float16) for shape in (q, kv, kv)))
+    assert out.shape == q and lse.shape == (q[0], q[2], q[1])
+    assert not emulation.report.launches
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_no_keys(causal: bool, layout: Any, emulation: Emulation) -> None:
+    q = torch.ones(2, 5, 3, 64, dtype=torch.float16)
+    k = torch.ones((2, 0, 3, 64) if layout == "bshd" else (2, 5, 0, 64), dtype=torch.float16)
+    buffers = {"out": torch.ones_like(q), "lse": torch.ones(2, *(q.shape[1:3]))}
+    if layout == "bshd":
+        buffers["lse"] = torch.ones(2, 3, 5)
+    for given in ({}, buffers):
+        out, lse = hopwell.forward(q, k, k, causal=causal, layout=layout, **given)
+        assert (out == 0).all() and lse.isneginf().all()
+
+
+def test_rows_with_nothing_to_attend(emulation: Emulation) -> None:
+    case = Case(1, 200, 70, 2, 1, 64, torch.float16, causal=True)
+    out, lse = hopwell.forward(*inputs(case), causal=True)
+    assert (out[:, :130] == 0).all() and lse[:, :, :130].isneginf().all()
+    assert errors(case, out, lse).fine
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2, 1e-4])
+def test_scale(scale: float, emulation: Emulation) -> None:
+    q, k, v = inputs(SMALL)
+    out, lse = hopwell.forward(q, k, v, scale=scale, causal=False)
+    scores = scale * torch.einsum("bqhd,bkd->bhqk", q.double(), k[:, :, 0].double())
+    exact = torch.einsum("bhqk,bkd->bqhd", scores.softmax(-1), v[:, :, 0].double())
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(out.double(), exact, atol=2**-10, rtol=2**-10)
+
+
+def test_tensors_that_require_grad_outside_of_grad_mode(emulation: Emulation) -> None:
+    q, k, v = inputs(SMALL)
+    expected = hopwell.attention(q, k, v, causal=True)
+    with torch.no_grad():
+        out = hopwell.attention(q.requires_grad_(), k, v.requires_grad_(), causal=True)
+    assert torch.equal(out, expected) and not out.requires_grad
+
+
+def test_emulate_reports_each_launch_and_ends() -> None:
+    assert active() is None
+    with hopwell.emulate("sm_90a", counters=True) as emulation:
+        assert active() is emulation
+        hopwell.attention(*inputs(SMALL))
+        hopwell.attention(*inputs(SMALL))
+        assert len(emulation.report.launches) == 2 and not emulation.report.findings
+        q_bytes, kv_bytes = 100 * 2 * 64 * 2, 150 * 1 * 64 * 2
+        read = emulation.report.launches[0].global_read_bytes
+        assert read >= q_bytes + 2 * kv_bytes
+        with hopwell.emulate("sm_90a") as inner:
+            assert active() is inner
+        assert active() is emulation
+    assert active() is None
+    with pytest.raises(ValueError, match="tensors are on the CPU"):
+        hopwell.attention(*inputs(SMALL))
+
+
+def test_emulate_takes_hopwell_arch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOPWELL_ARCH", "sm_90a")
+    with hopwell.emulate() as emulation:
+        assert emulation.arch == "sm_90a"
+    monkeypatch.setenv("HOPWELL_ARCH", "sm_75")
+    with pytest.raises(NotImplementedError, match="SM version is 'sm_75'"):
+        hopwell.emulate().__enter__()
+
+
+def test_supported_says_whether_the_compiler_would_run(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, emulation: Emulation
+) -> None:
+    args = inputs(SMALL)
+    hopwell.forward(*args, causal=True)
+    assert hopwell.supported(*args, causal=True).compiled
+    monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path))
+    compiling.forget()
+    assert not hopwell.supported(*args, causal=True).compiled
+
+
+def test_the_measure_of_the_demo_fails_what_is_wrong(emulation: Emulation) -> None:
+    """One element off by two roundings, a row of LSE off, a finite LSE where there is nothing."""
+    case = Case(1, 80, 70, 1, 1, 64, torch.bfloat16, causal=True)
+    out, lse = hopwell.forward(*inputs(case), causal=True)
+    assert errors(case, out, lse).fine
+    wrong = out.clone()
+    wrong[0, 79, 0, 3] += 0.05
+    assert not errors(case, wrong, lse).fine
+    assert not errors(case, out, lse + 1e-3).fine
+    assert not errors(case, out, lse.nan_to_num(neginf=0.0)).fine
+    assert not errors(case, out.masked_fill(out == 0, 0.01), lse).fine
+    assert not errors(case, out, lse.masked_fill(lse.isfinite(), math.nan)).fine
