@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 Imm = int | float
@@ -44,6 +45,7 @@ class Instruction:
     negated: bool
     text: str
     frames: tuple[tuple[str, int], ...]  # (file, line), innermost first
+    span: tuple[int, int]  # where it stands in the PTX text, its semicolon included
     parts: tuple[str, ...] = ()
     index: int = -1
 
@@ -106,41 +108,43 @@ _JUMPS = ("bra", "ret", "exit", "trap", "brx")
 
 
 def _strip_comments(text: str) -> str:
-    return re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
+    """Blanks comments, so that every offset stays what it is in the text."""
+
+    def blank(found: re.Match[str]) -> str:
+        return re.sub(r"[^\n]", " ", found.group())
+
+    return re.sub(r"//[^\n]*|/\*.*?\*/", blank, text, flags=re.DOTALL)
 
 
-def _statements(body: str):
-    """Yields (kind, text): kind in 'line', 'open', 'close', 'label', 'stmt'."""
-    pos, end = 0, len(body)
-    space = re.compile(r"\s*")
+def _statements(body: str, pos: int, end: int) -> Iterator[tuple[str, str, tuple[int, int]]]:
+    """Yields (kind, text, span): kind in 'line', 'open', 'close', 'label', 'stmt'."""
+    visible = re.compile(r"\S")
     label = re.compile(r"([$A-Za-z_][\w$]*)\s*:(?!:)")
-    while True:
-        pos = space.match(body, pos).end()  # pyright: ignore[reportOptionalMemberAccess]
-        if pos >= end:
-            return
+    while (start := visible.search(body, pos, end)) is not None:
+        pos = start.start()
         char = body[pos]
         if char == "{":
-            yield "open", ""
+            yield "open", "", (pos, pos + 1)
             pos += 1
         elif char == "}":
-            yield "close", ""
+            yield "close", "", (pos, pos + 1)
             pos += 1
         elif body.startswith(_LINE_DIRECTIVES, pos):
             stop = body.find("\n", pos)
             stop = end if stop < 0 else stop
-            yield "line", body[pos:stop].rstrip(" ;\r")
+            yield "line", body[pos:stop].rstrip(" ;\r"), (pos, stop)
             pos = stop
-        elif char == ".section" or body.startswith(".section", pos):
+        elif body.startswith(".section", pos):
             stop = body.index("}", pos) + 1  # debug sections carry no code
             pos = stop
         elif found := label.match(body, pos):
-            yield "label", found.group(1)
+            yield "label", found.group(1), found.span()
             pos = found.end()
         elif char == ";":
             pos += 1
         else:
             stop = body.index(";", pos)
-            yield "stmt", " ".join(body[pos:stop].split())
+            yield "stmt", " ".join(body[pos:stop].split()), (pos, stop + 1)
             pos = stop + 1
 
 
@@ -282,11 +286,11 @@ def parse(text: str, entry: str) -> Kernel:
     shape = re.search(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", found.group(3))
     threads = tuple(int(g or 1) for g in shape.groups()) if shape else None
     stop = clean.find("\n.visible .entry", found.end())
-    body = clean[found.end() : stop if stop > 0 else len(clean)]
+    body_end = stop if stop > 0 else len(clean)
 
     items: list[Instruction | str] = []  # instructions and labels in order
     depth, frames = 1, ()
-    for kind, statement in _statements(body):
+    for kind, statement, span in _statements(clean, found.end(), body_end):
         if kind == "open":
             depth += 1
             parser.enter()
@@ -301,7 +305,7 @@ def parse(text: str, entry: str) -> Kernel:
         elif kind == "label":
             items.append(f"{statement}@{parser.scope_ids[-1]}")
         elif not parser.declare(statement):
-            items.append(_instruction(parser, statement, frames))
+            items.append(_instruction(parser, statement, frames, span))
     return _blocks(entry, params, parser, items, threads, target.group(1) if target else "")  # pyright: ignore[reportArgumentType]
 
 
@@ -325,7 +329,9 @@ def _params(text: str) -> list[Param]:
     return params
 
 
-def _instruction(parser: _Parser, statement: str, frames: tuple) -> Instruction:
+def _instruction(
+    parser: _Parser, statement: str, frames: tuple[tuple[str, int], ...], span: tuple[int, int]
+) -> Instruction:
     predicate, negated, rest = None, False, statement
     if statement.startswith("@"):
         guard, rest = statement.split(None, 1)
@@ -335,7 +341,7 @@ def _instruction(parser: _Parser, statement: str, frames: tuple) -> Instruction:
     operands = tuple(parser.operand(t) for t in _split(tail))
     if opcode.startswith("bra"):  # a label is local to its scope, or to an enclosing one
         operands = (tuple(f"{tail.strip()}@{s}" for s in reversed(parser.scope_ids)),)
-    return Instruction(opcode, operands, predicate, negated, statement, frames)
+    return Instruction(opcode, operands, predicate, negated, statement, frames, span)
 
 
 def _blocks(entry, params, parser, items, threads, arch) -> Kernel:

@@ -418,7 +418,7 @@ def _floats() -> list[Op]:
         ),
         value("set.ge.f32.f32", "r:rr", lambda a, b: (f32(a) >= f32(b)) * 1.0, F2),
         Op("cvt.f64.f32", "d:r", lambda a: f32(a), F1, result="f64"),
-        value("cvt.rn.f32.f64", "r:d", lambda a: exact(as_float(a).view(np.float64), nm.F32), ("f64",), text=""),
+        value("cvt.rn.f32.f64", "r:d", lambda a: exact(a.astype(np.uint64).view(np.float64), nm.F32), ("f64",), text=""),
     ]  # fmt: skip
     for mode in ("rn", "rz", "rm", "rp"):
         ops += [
