@@ -249,7 +249,7 @@ class Machine:
         finding = Finding(kind, message, self.program.kernel.name, text, file, line)
         if all((f.kind, f.instruction, f.line) != (kind, text, line) for f in self.findings):
             self.findings.append(finding)
-        if fatal or len(self.findings) >= 20:
+        if fatal or len(self.findings) >= self.options.max_findings:
             raise Stop
 
     def source(self, site: int) -> str:
@@ -307,7 +307,7 @@ class Machine:
             # Units that spin on memory move without progress: let others in after a while.
             self.spins = 0 if (before != after or not moved) else getattr(self, "spins", 0) + 1
             idle = idle + 1 if not moved else (1 if self.spins > 200 and waiting else 0)
-            if self.spins > 100_000:
+            if self.spins > 5000:
                 self._deadlock(running)
 
     def _deadlock(self, running: list[Cluster]) -> None:

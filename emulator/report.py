@@ -21,6 +21,7 @@ class Options:
             "deferred" as late as allowed, "random" in a seeded order of warps, CTAs, completions.
         seed: for order "random".
         raise_on_fault: raise `KernelFault` after a launch with findings; else only report.
+        max_findings: stop the launch after so many.
     """
 
     check: bool = True
@@ -28,6 +29,7 @@ class Options:
     order: Literal["eager", "deferred", "random"] = "eager"
     seed: int = 0
     raise_on_fault: bool = True
+    max_findings: int = 20
 
 
 @dataclass(frozen=True)

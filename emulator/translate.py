@@ -444,7 +444,8 @@ class _Emitter:
             raise Unknown
         sources = tuple(self.source(t, v) for t, v in srcs)
         letter = self.destination(type_, dst)
-        if direct and letter != _LETTER.get(type_):
+        constant = all(isinstance(value, Constant) for _, value in sources)
+        if direct and (constant or letter != _LETTER.get(type_)):
             code, direct = f"{code}({', '.join('{%d}' % i for i in range(len(srcs)))}{options})", False  # noqa: UP031
             options = ""
         self.code.steps.append(
@@ -598,8 +599,6 @@ def _arith(e: _Emitter, ins: Instruction) -> None:
     elif "relu" in mods:
         call = f"maximum({_UFUNC[head]}({{0}}, {{1}}), 0)"
         return e.pure(call, type_, dst, [(type_, a) for a in args])
-    if all(isinstance(a, (int, float)) for a in args):
-        raise Unknown
     if len(args) == 3:
         raise Unknown
     e.pure(_UFUNC[head], type_, dst, [(type_, a) for a in args], direct=True)
