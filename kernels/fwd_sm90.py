@@ -34,7 +34,7 @@ from ..layouts.hardware import (
     WARPGROUP_WARPS,
     WGMMA_ROWS,
 )
-from ..layouts.smem import allocate, borrow, row_major_stages, transposed
+from ..layouts.smem import allocate, row_major_stages, transposed, view
 from ..pipelines.forward_sm90 import forward_graph
 from ..pipelines.tile_order import TileOrder
 from ..pipelines.turns import Turns
@@ -42,7 +42,7 @@ from . import ForwardFacts
 from .mask import Mask
 from .online_softmax import OnlineSoftmax, divide_rows, scale_rows
 from .tiles import ELEMENT_BYTES, Tiles, padded_head_dim
-from .wgmma import issue
+from .wgmma import issue, narrow
 
 
 @dataclass(frozen=True)
@@ -194,22 +194,23 @@ class FwdSm90:
             for atom in (args.load_q, args.load_k, args.load_v, args.store_o):
                 cpasync.prefetch_descriptor(atom)
 
-        smem, layouts = SmemAllocator(), self.smem_layouts()
+        smem, layouts, tiles = SmemAllocator(), self.smem_layouts(), self.tiles
         barriers = smem.allocate_array(cutlass.Int64, self.graph.mbarriers)
-        sQ = allocate(smem, self.dtype, layouts.q)
-        sK = allocate(smem, self.dtype, layouts.k)
-        sV = allocate(smem, self.dtype, layouts.v)
+        slabs = allocate(smem, self.dtype, tiles.consumer_warpgroups * tiles.slab_elements)
+        sQ, sO = view(slabs, layouts.q), view(slabs, layouts.o)  # Q, and later O in its place
+        sK = view(allocate(smem, self.dtype, cute.cosize(layouts.k)), layouts.k)
+        sV = view(allocate(smem, self.dtype, cute.cosize(layouts.v)), layouts.v)
         edges = self.graph.build(barriers)
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
 
         if warp_index < WARPGROUP_WARPS:
-            cute.arch.setmaxregister_decrease(self.tiles.registers_load)
+            cute.arch.setmaxregister_decrease(tiles.registers_load)
             if warp_index == 0:
                 self.load(args, edges, sQ, sK, sV)
         else:
-            cute.arch.setmaxregister_increase(self.tiles.registers_consume)
-            self.consume(args, edges, sQ, sK, sV)
+            cute.arch.setmaxregister_increase(tiles.registers_consume)
+            self.consume(args, edges, sQ, sK, sV, sO)
 
     def mask(self, args: Args) -> Mask:
         """Causal is a right bound of 0."""
@@ -252,7 +253,15 @@ class FwdSm90:
                     cute.copy(args.load_v, tile, slot, tma_bar_ptr=stage.barrier)
 
     @cute.jit
-    def consume(self, args: Args, edges, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor):
+    def consume(
+        self,
+        args: Args,
+        edges,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        sO: cute.Tensor,
+    ):
         """A consumer warpgroup: products, softmax and store of its 64 rows of each Q tile."""
         tile_q = self.tiles.tile_q
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPGROUP_WARPS - 1)
@@ -283,7 +292,7 @@ class FwdSm90:
                     tile = kv_end - 1 - step
                     load_k, load_v = self.step(share, rows, load_k, load_v, tile, masked=False)
                 load_v = self.last_product(share, load_v)
-            self.store(args, share, rows, borrow(sQ, self.smem_layouts().o))
+            self.store(args, share, rows, sO)
             slab.release()  # only now: O was there
 
     def share(self, args, group, sQ, sK, sV) -> Share:
@@ -318,7 +327,7 @@ class FwdSm90:
         k.release()
         self.apply_mask(share, rows, acc_S, kv_tile)
         share.softmax.step(rows_by_columns(acc_S))
-        share.tOrP.store(as_operand_a(acc_S).load().to(self.dtype))
+        narrow(acc_S, share.tOrP)
         return load_k
 
     @cute.jit
@@ -340,7 +349,7 @@ class FwdSm90:
         alpha = share.softmax.step(rows_by_columns(acc_S))
         warpgroup.wait_group(0)  # O is there, P is read
         v.release()
-        share.tOrP.store(as_operand_a(acc_S).load().to(self.dtype))
+        narrow(acc_S, share.tOrP)
         scale_rows(rows_by_columns(share.acc_O), alpha)
         return load_k, load_v
 
@@ -380,7 +389,7 @@ class FwdSm90:
                     args.lse[rows.batch, rows.head, row] = lse[r]
 
         rO = cute.make_rmem_tensor_like(share.acc_O, self.dtype)
-        rO.store(share.acc_O.load().to(self.dtype))
+        narrow(share.acc_O, rO)
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, share.mma_o).get_slice(share.thread)
         first, threads = self.graph.barrier("store_o")

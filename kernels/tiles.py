@@ -67,9 +67,14 @@ class Tiles:
         for name in ("registers_load", "registers_consume"):
             if getattr(self, name) not in REGISTERS_PER_THREAD:
                 raise ValueError(f"{name}={getattr(self, name)}: needs a multiple of 8, 24 to 256")
-        available = registers_at_entry(self.threads) * self.threads
-        if self.registers > available:
-            raise ValueError(f"registers={self.registers}: {self.threads} threads get {available}")
+        entry = registers_at_entry(self.threads)
+        if not self.registers_load <= entry <= self.registers_consume:
+            raise ValueError(
+                f"registers_load={self.registers_load}, registers_consume={self.registers_consume}:"
+                f" setmaxnreg takes from and gives to {entry}"
+            )
+        if self.registers > entry * self.threads:
+            raise ValueError(f"registers={self.registers}: a CTA gets {entry * self.threads}")
         if self.smem_bytes > SMEM_BYTES[self.arch]:
             raise ValueError(f"smem_bytes={self.smem_bytes}: a CTA has {SMEM_BYTES[self.arch]}")
 

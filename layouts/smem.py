@@ -15,8 +15,8 @@ def row_major_stages(
 ) -> cute.ComposedLayout:
     """(rows, columns, stages), columns contiguous, in the widest swizzle that they fill.
 
-    A stage is contiguous and starts `stage_elements` after the one before (0: no gap), so two
-    layouts of equal `stage_elements` can lend each other their stages one by one.
+    A stage is contiguous and starts `stage_elements` after the one before (0: no gap), so that two
+    layouts with equal `stage_elements` share memory stage by stage.
     """
     rows, columns = shape
     kind = get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, columns)
@@ -26,16 +26,14 @@ def row_major_stages(
     return cute.make_composed_layout(one.inner, 0, cute.append(one.outer, stage))
 
 
-def allocate(
-    allocator: SmemAllocator, dtype: type[Numeric], layout: cute.ComposedLayout
-) -> cute.Tensor:
-    """Room for all stages of `layout`; the swizzle moves into the pointer."""
-    return allocator.allocate_tensor(dtype, layout.outer, SWIZZLE_BYTES, layout.inner)
+def allocate(allocator: SmemAllocator, dtype: type[Numeric], elements: int) -> cute.Pointer:
+    """Room for swizzled stages."""
+    return allocator.allocate_array(dtype, elements, byte_alignment=SWIZZLE_BYTES)
 
 
-def borrow(stages: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
-    """The memory of `stages` seen in another layout with the same start of each stage."""
-    return cute.make_tensor(cute.recast_ptr(stages.iterator, layout.inner), layout.outer)
+def view(memory: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
+    """`memory` as the stages of `layout`; the swizzle moves into the pointer."""
+    return cute.make_tensor(cute.recast_ptr(memory, layout.inner), layout.outer)
 
 
 def transposed(stages: cute.Tensor) -> cute.Tensor:

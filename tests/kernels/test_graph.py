@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+
 from hopwell.pipelines.forward_sm90 import forward_graph
 from hopwell.pipelines.graph import Edge, Graph, Rendezvous, Role
 
