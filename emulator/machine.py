@@ -25,7 +25,8 @@ from .loader import Launch
 from .memory import GlobalMemory, SharedMemory
 from .ptx import SHARED_BASE, Instruction
 from .report import Counters, Finding, KernelFault, Options, Stop
-from .translate import BANK, DTYPE, Program, program
+from .steps import BANK, DTYPE
+from .translate import Program, program
 
 STALL = object()
 TURN = 400  # blocks a unit runs before the next one gets its turn
