@@ -1,21 +1,17 @@
 """What the compiler made of the Hopper forward kernel, from its PTX and cubin: nothing runs."""
 
 import re
-import tempfile
 from dataclasses import replace
-from functools import cache
-from typing import NamedTuple
 
-import cutlass.cute as cute
 import pytest
 
 from hopwell.interface.cubin import usage
-from hopwell.kernels import ForwardFacts, forward_kernel
-from hopwell.kernels.fwd_sm90 import FwdSm90
+from hopwell.kernels import ForwardFacts
 from hopwell.kernels.tiles import Tiles, forward_tiles
 from hopwell.layouts.hardware import registers_at_entry
 
-CAUSAL = ForwardFacts("bfloat16", 128, 128, causal=True)
+from .built import CAUSAL, COMING, Compiled, build, facts_of
+
 FACTS = [
     CAUSAL,
     replace(CAUSAL, causal=False),
@@ -24,36 +20,6 @@ FACTS = [
     replace(CAUSAL, dtype="float16"),
     replace(CAUSAL, negative_scale=True),
 ]
-# Rows that the table does not have yet, and the same kernel takes.
-COMING = [
-    Tiles("sm_90a", 64, 64, 128, 3, 2, 2, 32, 160, True, reason="three consumer warpgroups"),
-    Tiles("sm_90a", 192, 128, 112, 2, 2, 2, 24, 240, True, reason="head_dim_v < head_dim"),
-    Tiles("sm_90a", 80, 80, 144, 2, 2, 2, 24, 240, False, reason="no power of two"),
-    Tiles("sm_90a", 40, 72, 96, 2, 2, 2, 24, 240, False, reason="padded, head_dim_v > head_dim"),
-]
-
-
-class Compiled(NamedTuple):
-    kernel: FwdSm90
-    ptx: str
-    cubin: bytes
-
-    def count(self, pattern: str) -> int:
-        """Instructions of the PTX that match."""
-        return len(re.findall(pattern, self.ptx))
-
-
-@cache
-def build(facts: ForwardFacts, tiles: Tiles | None = None) -> Compiled:
-    if tiles is None:
-        kernel, arguments, options = forward_kernel("sm_90a", facts)
-    else:
-        kernel = FwdSm90(facts, tiles)
-        arguments, options = kernel.fake_arguments(), "--enable-tvm-ffi --gpu-arch sm_90a"
-    with tempfile.TemporaryDirectory() as folder:
-        options += f" --keep-ptx --keep-cubin --dump-dir {folder}"
-        artifacts = cute.compile(kernel, *arguments, options=options).artifacts
-    return Compiled(kernel, artifacts.PTX, artifacts.CUBIN)
 
 
 def check_registers(compiled: Compiled) -> None:
@@ -72,8 +38,7 @@ def test_no_register_is_spilled(facts: ForwardFacts) -> None:
 
 @pytest.mark.parametrize("tiles", COMING, ids=lambda tiles: tiles.reason)
 def test_rows_to_come_compile_without_spills(tiles: Tiles) -> None:
-    facts = replace(CAUSAL, head_dim=tiles.head_dim, head_dim_v=tiles.head_dim_v)
-    compiled = build(facts, tiles)
+    compiled = build(facts_of(tiles), tiles)
     check_registers(compiled)
     assert compiled.count(r"setmaxnreg\.inc\S+\s+(\d+)") == 1
     assert f".reqntid {tiles.threads}" in compiled.ptx

@@ -1,0 +1,225 @@
+"""The Hopper forward kernel on the emulator, checker on, against float64."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from hopwell import emulator
+from hopwell.emulator import loader
+from hopwell.emulator.session import Session
+from hopwell.kernels import ForwardFacts
+from hopwell.kernels.tiles import Tiles
+
+from .built import CAUSAL, COMING, build, facts_of
+
+D64 = replace(CAUSAL, head_dim=64, head_dim_v=64)
+D64_FULL = replace(D64, causal=False)
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Case:
+    """Inputs and outputs of one call, laid out (batch, len, heads, head_dim)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    o: torch.Tensor
+    lse: torch.Tensor
+    scale: float
+
+    def exact(self, causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """float64 (O, LSE, P |V|); the last bounds what rounding P can do to O."""
+        q, k, v = (x.double().transpose(1, 2) for x in (self.q, self.k, self.v))
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+        scores = self.scale * q @ k.transpose(-1, -2)
+        if causal:
+            row, column = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+            scores[..., column > row + k.shape[2] - q.shape[2]] = -math.inf
+        lse = scores.logsumexp(-1)
+        p = torch.exp(scores - lse[..., None].clamp(min=-1e300))
+        return (p @ v).transpose(1, 2), lse, (p @ v.abs()).transpose(1, 2)
+
+
+def case(
+    facts: ForwardFacts,
+    len_q: int,
+    len_kv: int,
+    heads: tuple[int, int] = (1, 1),
+    batch: int = 1,
+    scale: float | None = None,
+) -> Case:
+    torch.manual_seed(len_q + len_kv)
+    shapes = [(len_q, heads[0]), (len_kv, heads[1]), (len_kv, heads[1]), (len_q, heads[0])]
+    dims = [facts.head_dim, facts.head_dim, facts.head_dim_v, facts.head_dim_v]
+    q, k, v, o = (
+        torch.randn(batch, length, h, d).to(DTYPES[facts.dtype])
+        for (length, h), d in zip(shapes, dims, strict=True)
+    )
+    lse = torch.empty(batch, heads[0], len_q)
+    return Case(q, k, v, o, lse, facts.head_dim**-0.5 if scale is None else scale)
+
+
+def run(
+    facts: ForwardFacts, c: Case, tiles: Tiles | None = None, outputs: bool = True, **options: Any
+) -> None:
+    """Every byte of the outputs must be written, unless `outputs` says not to look."""
+    written = (c.o, c.lse) if outputs else ()
+    emulator.run(
+        build(facts, tiles).call, c.q, c.k, c.v, c.o, c.lse, c.scale,
+        outputs=written, options=emulator.Options(**options),
+    )  # fmt: skip
+
+
+def check(facts: ForwardFacts, c: Case) -> None:
+    o, lse, bound = c.exact(facts.causal)
+    # P and O are each rounded once; half of the smallest subnormal is lost besides in fp16.
+    eps = torch.finfo(c.o.dtype).eps
+    lost = 2.0**-25 * c.v.double().abs().sum() if facts.dtype == "float16" else 1e-6
+    assert ((c.o.double() - o).abs() <= eps * bound + lost).all()
+    assert (c.o[lse.transpose(1, 2) == -math.inf] == 0).all()
+    torch.testing.assert_close(c.lse.double(), lse, atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("len_q", "len_kv", "heads", "batch"),
+    [
+        (128, 128, (1, 1), 1),
+        (200, 333, (4, 1), 1),
+        (130, 257, (7, 1), 2),
+        (257, 130, (4, 2), 1),  # causal: the first 127 rows have nothing to attend
+        (300, 100, (1, 1), 1),  # causal: the first tile of Q has nothing to attend
+        (1, 513, (2, 1), 1),
+        (65, 1, (1, 1), 2),
+        (500, 700, (1, 1), 1),
+    ],
+)
+def test_against_float64(
+    head_dim: int, causal: bool, len_q: int, len_kv: int, heads: tuple[int, int], batch: int
+) -> None:
+    facts = ForwardFacts("bfloat16", head_dim, head_dim, causal)
+    c = case(facts, len_q, len_kv, heads, batch)
+    run(facts, c)
+    check(facts, c)
+
+
+def test_fp16() -> None:
+    facts = replace(D64, dtype="float16")
+    c = case(facts, 200, 300, (2, 1))
+    run(facts, c)
+    check(facts, c)
+
+
+@pytest.mark.parametrize("facts", [D64, D64_FULL], ids=["causal", "full"])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 3.0])
+def test_any_scale(facts: ForwardFacts, scale: float) -> None:
+    facts = replace(facts, negative_scale=scale < 0)
+    c = case(facts, 150, 200, scale=scale)
+    run(facts, c)
+    check(facts, c)
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def every_second_head(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(2, 2)[:, :, ::2]
+
+
+def one_batch(x: torch.Tensor) -> torch.Tensor:
+    return x[:1].expand(x.shape)
+
+
+def one_head(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :, :1].expand(x.shape)
+
+
+def far_apart(x: torch.Tensor) -> torch.Tensor:
+    """Batches more than 2**31 elements apart, most of which is never touched."""
+    step = 2**31 + 8
+    memory = torch.empty(step * (len(x) - 1) + x[0].numel(), dtype=x.dtype)
+    return memory.as_strided(x.shape, (step, *x.stride()[1:])).copy_(x)
+
+
+@pytest.mark.parametrize(
+    ("view", "names"),
+    [
+        (transposed, "qkvo"),
+        (every_second_head, "qkvo"),
+        (one_batch, "qkv"),
+        (one_head, "qkv"),
+        (far_apart, "q"),
+        (far_apart, "k"),
+        (far_apart, "v"),
+        (far_apart, "o"),
+    ],
+)
+def test_views_need_no_copy(view: Callable[[torch.Tensor], torch.Tensor], names: str) -> None:
+    c = case(D64, 70, 140, (2, 2), batch=2)
+    for name in names:
+        setattr(c, name, view(getattr(c, name)))
+    run(D64, c, outputs=view is not far_apart)  # the bytes between are too many to look at
+    check(D64, c)
+
+
+def test_nan_stays_in_its_rows() -> None:
+    c = case(D64_FULL, 200, 200)
+    rows = [37, 150]
+    c.q[0, rows[0]], c.q[0, rows[1], 0, 3] = math.nan, math.nan
+    run(D64_FULL, c)
+    assert c.o.isnan().all(-1).any(0).nonzero()[:, 0].tolist() == rows
+    assert c.lse.isnan().nonzero()[:, 2].tolist() == rows
+    c.q[0, rows] = 0
+    clean = torch.arange(200).ne(rows[0]) & torch.arange(200).ne(rows[1])
+    o, _, bound = c.exact(causal=False)
+    assert ((c.o.double() - o).abs() <= 2**-7 * bound + 1e-6)[0, clean].all()
+
+
+def test_rows_with_nothing_to_attend_are_zero_even_beside_nan() -> None:
+    c = case(D64, 200, 100)
+    c.v[0, 0] = math.nan
+    run(D64, c)
+    assert (c.o[0, :100] == 0).all()
+    assert (c.lse[0, 0, :100] == -math.inf).all()
+    assert c.o[0, 100:].isnan().all()
+
+
+@pytest.mark.parametrize("order", ["deferred", "random"])
+@pytest.mark.parametrize("facts", [D64, CAUSAL], ids=["64", "128"])
+def test_any_order_of_completion(facts: ForwardFacts, order: str) -> None:
+    c = case(facts, 300, 420)
+    run(facts, c, order=order, seed=11)
+    check(facts, c)
+
+
+@pytest.mark.parametrize("tiles", COMING, ids=lambda tiles: tiles.reason)
+def test_rows_to_come(tiles: Tiles) -> None:
+    c = case(facts_of(tiles), 300, 420)
+    run(facts_of(tiles), c, tiles)
+    check(facts_of(tiles), c)
+
+
+@pytest.mark.parametrize("ctas", [1, 3])
+def test_fewer_ctas_than_tiles_take_them_in_turn(ctas: int) -> None:
+    """The loop over tiles, the slab that O borrows from the next Q included."""
+    c = case(D64, 500, 300, (2, 1))
+    session = Session(emulator.Options(order="random", seed=ctas))
+    with loader.intercept(lambda launch: session.launch(replace(launch, grid=(ctas, 1, 1)))):
+        session.call(build(D64).call, c.q, c.k, c.v, c.o, c.lse, c.scale, outputs=(c.o, c.lse))
+    check(D64, c)
+
+
+def test_more_than_65535_batches_make_one_grid() -> None:
+    c = case(D64, 1, 1, batch=66_000)
+    grids = []
+    with loader.intercept(lambda launch: grids.append(launch.grid)):
+        loader.call(build(D64).call, c.q, c.k, c.v, c.o, c.lse, c.scale)
+    assert grids == [(66_000, 1, 1)]
