@@ -52,6 +52,7 @@ class Clocks:
         # Lanes of each warp that wrote shared memory since the warp last synchronised itself, and
         # the epoch before those writes: an arrival by other lanes does not cover them.
         self.wrote = [0] * warps
+        self.wrote_at = [0] * warps
         self.covered = [0] * warps
 
     def start(self, first: int, count: int) -> None:
@@ -90,6 +91,7 @@ class Clocks:
 
     def wrote_shared(self, warp: int, lanes: int) -> None:
         self.wrote[warp] |= lanes
+        self.wrote_at[warp] = int(self.rows[warp, 0, warp])
 
     def _visible(self, warp: int, lanes: int) -> int:
         """The epoch up to which the warp's own writes are covered by a release of `lanes`."""
@@ -108,7 +110,12 @@ class Clocks:
         return clock
 
     def acquire(self, warp: int, clock: Clock) -> None:
+        """The warp has synchronised with agents that had seen `clock`."""
         row = self.rows[warp]
+        if self.wrote[warp]:  # what comes back of the warp's own writes, all its lanes have seen
+            self.covered[warp] = max(self.covered[warp], int(clock[0, warp]))
+            if self.covered[warp] >= self.wrote_at[warp]:
+                self.wrote[warp] = 0
         if clock.shape[1] == self.capacity:
             own = row[0, warp]
             np.maximum(row, clock, out=row)

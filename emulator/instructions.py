@@ -693,8 +693,8 @@ class Instructions:
 
     def bar_sync(self, barrier: Any, count: Any, m: Mask, site: int) -> bool:
         group = self.group
-        if group.ticket is not None:
-            named, generation = group.ticket  # pyright: ignore
+        if isinstance(group.ticket, tuple):
+            named, generation = group.ticket
             if named.generation == generation:
                 return self._hold(named, barrier, m)
         else:
@@ -737,14 +737,15 @@ class Instructions:
     def bar_red(self, barrier: Any, count: Any, value: Any, op: str, m: Mask, site: int) -> bool:
         group = self.group
         active = self._everyone if m is None else m
-        if group.ticket is None:
+        if not isinstance(group.ticket, tuple):
             named = self._named(barrier, m, site)
-            assert named is not None
+            if named is None:
+                return self._split_by_barrier(barrier, m)
             if not named.arrived:
                 named.votes = []
             named.votes.append(np.broadcast_to(value, (self.lanes,))[active])
         else:
-            named = group.ticket[0]  # pyright: ignore
+            named = group.ticket[0]
         if not self.bar_sync(barrier, count, m, site):
             return False
         votes = np.concatenate(named.votes)
