@@ -1,4 +1,4 @@
-"""Kernels and small inputs for the mutation harness: every path taken, as little work as possible."""
+"""Kernels and small inputs for the mutation harness: every path taken, with little work."""
 
 from __future__ import annotations
 

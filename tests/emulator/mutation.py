@@ -1,7 +1,7 @@
 """Removes or alters, one at a time, every synchronising instruction of a kernel's PTX.
 
 A mutant is caught if the checker names a fault under one of a few orders of execution. What is not
-caught must stand in `harmless.toml` with the reason. Run by hand for the whole table:
+caught must stand in `harmless.py` with the reason. Run by hand for the whole table:
 
     python -m tests.emulator.mutation forward backward fa4-forward fa4-backward
 """
@@ -12,9 +12,7 @@ import collections
 import dataclasses
 import linecache
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
@@ -22,9 +20,13 @@ from hopwell import emulator
 from hopwell.emulator import loader, ptx
 from hopwell.emulator.session import Session
 
-HARMLESS = Path(__file__).with_name("harmless.toml")
+from .harmless import HARMLESS
+
 # Tried in this order until one of them shows a fault.
 ORDERS = [("eager", 0), ("deferred", 0), *(("random", seed) for seed in range(4))]
+
+# These can only be dropped.
+DROPPED = ("fence.", "membar", "bar.warp", "barrier.cluster", "wgmma.fence")
 
 Outputs = tuple[torch.Tensor, ...]
 Run = Callable[[], Outputs]
@@ -69,7 +71,7 @@ def mutants_of(launch: loader.Launch) -> Iterator[Mutant]:
 
 
 def edits(ins: ptx.Instruction) -> Iterator[tuple[str, str]]:
-    """(what is done, PTX to put in its place) for a synchronising instruction; nothing for others."""
+    """(what is done, PTX to put in its place); nothing for what does not synchronise."""
     guard = f"@{'!' if ins.negated else ''}{ins.predicate} " if ins.predicate else ""
     body = ins.text[len(ins.text.split(None, 1)[0]) :].strip() if guard else ins.text
     opcode, _, rest = body.partition(" ")
@@ -104,9 +106,7 @@ def edits(ins: ptx.Instruction) -> Iterator[tuple[str, str]]:
         yield "dropped", ""
         if len(operands) > 1:
             yield "32 threads more", with_operand(1, f"add.u32 mutant, {operands[1]}, 32")
-    elif opcode.startswith(("fence.", "membar", "bar.warp", "barrier.cluster", "griddepcontrol.w")):
-        yield "dropped", ""
-    elif opcode.startswith(("wgmma.fence", "wgmma.commit")) or "commit_group" in head:
+    elif opcode.startswith(DROPPED) or "commit_group" in head:
         yield "dropped", ""
     elif "wait_group" in head:
         yield "dropped", ""
@@ -178,12 +178,6 @@ def survey(run: Run, kernels: Callable[[str], bool] = lambda _: True) -> list[Ve
     ]
 
 
-def harmless(name: str) -> dict[str, int]:
-    """place -> how many mutants there are known to be harmless; the reasons stand in the file."""
-    table = tomllib.loads(HARMLESS.read_text())
-    return {entry["mutant"]: entry["count"] for entry in table.get(name, [])}
-
-
 @dataclasses.dataclass
 class Score:
     """A survey weighed against the committed list."""
@@ -194,11 +188,11 @@ class Score:
     def __post_init__(self) -> None:
         self.caught = [v for v in self.verdicts if v.finding is not None]
         self.missed: list[Verdict] = []
-        left = collections.Counter(harmless(self.name))
+        left = {place: count for place, (count, _) in HARMLESS.get(self.name, {}).items()}
         for verdict in self.verdicts:
             if verdict.finding is None:
                 place = verdict.mutant.place
-                if left[place] > 0 and not verdict.changed:
+                if left.get(place, 0) and not verdict.changed:
                     left[place] -= 1
                 else:
                     self.missed.append(verdict)
