@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from . import tensor_core, tma
 from .checker import Clock, Conflict
-from .memory import PARAM_TAG, PARAM_WINDOW, SHARED_TAG, UINT
+from .memory import PARAM_TAG, PARAM_WINDOW, SHARED_TAG, UINT, Region
 from .ptx import SHARED_BASE
 
 if TYPE_CHECKING:
@@ -470,6 +470,7 @@ class Instructions:
 
         found = memory.access(addresses, size, count, write, tell)
         if found is not None:
+            self._settled(found[0], site)
             yield found[0].typed(size, count), found[1], slice(None)
             return
         left = np.ones(len(addresses), bool)
@@ -485,6 +486,16 @@ class Instructions:
             assert found is not None
             yield found[0].typed(size, count), found[1], np.flatnonzero(part)
             left &= ~part
+
+    def _settled(self, region: Region, site: int) -> None:
+        if region.unsettled and not self.cta.settled:
+            self.report(
+                "race", f"{region.names} may still be written by the kernel before, which this one "
+                "has not waited for (griddepcontrol.wait)", site,
+            )
+
+    def grid_wait(self) -> None:
+        self.cta.settled = True
 
     def ld_global(self, addresses: Any, size: int, count: int, m: Mask, site: int) -> NDArray[Any]:
         a, lanes = self._global(addresses, m)
@@ -972,7 +983,15 @@ class Instructions:
         def tell(kind: str, message: str) -> None:
             self.report(kind, message, site, fatal=kind == "out of bounds")
 
-        return lambda strided: self.machine.memory.view(strided, tell, write)
+        memory = self.machine.memory
+
+        def view(strided: tma.Strided) -> np.ndarray:
+            region = memory.find(strided.base, strided.end)
+            if region is not None:
+                self._settled(region, site)
+            return memory.view(strided, tell, write)
+
+        return view
 
     def _box_granules(self, tensor: tma.TensorMap, address: int, cta: Cta, site: int) -> Any:
         """16-byte rows of shared memory that a box covers, in dense order."""

@@ -52,6 +52,7 @@ class Launch:
     smem_bytes: int  # dynamic shared memory
     args: tuple[int, ...]  # address of each kernel parameter, in the order of the PTX `.entry`
     arguments: tuple[Any, ...] = ()  # what the host function was called with
+    programmatic: bool = False  # may start before the kernel before it ends (PDL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -601,6 +602,7 @@ class _LaunchConfig(ctypes.Structure):
 
 
 _ATTRIBUTE_CLUSTER = 4  # cudaLaunchAttributeClusterDimension
+_ATTRIBUTE_PROGRAMMATIC = 6  # cudaLaunchAttributeProgrammaticStreamSerialization
 
 
 @_callback(
@@ -609,10 +611,12 @@ _ATTRIBUTE_CLUSTER = 4  # cudaLaunchAttributeClusterDimension
 def _launch_kernel(frame: _Frame, config_at: Any, handle: int, args: Any) -> None:
     config = config_at.contents
     kernel = frame.program.kernels[handle - 1]
-    cluster = (1, 1, 1)
+    cluster, programmatic = (1, 1, 1), False
     for attribute in config.attributes[: config.num_attributes]:
         if attribute.id == _ATTRIBUTE_CLUSTER:
             cluster = tuple(attribute.value[:3])
+        elif attribute.id == _ATTRIBUTE_PROGRAMMATIC:
+            programmatic = bool(attribute.value[0])
     launch = Launch(
         ptx=frame.program.ptx,
         entry=kernel.entry,
@@ -622,6 +626,7 @@ def _launch_kernel(frame: _Frame, config_at: Any, handle: int, args: Any) -> Non
         smem_bytes=config.smem_bytes,
         args=tuple(args[: kernel.num_params]),
         arguments=frame.arguments,
+        programmatic=programmatic,
     )
     _check_launch(launch, frame.program.device)
     frame.handler(launch)

@@ -122,6 +122,7 @@ class Cta:
             Unit(self, first, min(128, threads - first)) for first in range(0, threads, 128)
         ]
         self.index = (0, 0, 0)
+        self.settled = True  # kernels before this one have ended, for this CTA
         self.pool = 0  # registers of the SM's file that setmaxnreg can hand out
         self.live = threads
 
@@ -132,6 +133,7 @@ class Cta:
         self.named = [NamedBarrier() for _ in range(16)]
         threads = int(np.prod(self.cluster.machine.launch.block))
         self.live = threads
+        self.settled = not self.cluster.machine.launch.programmatic
         entry = min(255, REGISTER_FILE // threads // 8 * 8)
         self.pool = REGISTER_FILE - entry * threads
         for unit in self.units:

@@ -63,6 +63,8 @@ class Region:
     valid: NDArray[np.bool_] | None = None  # None: every byte belongs to a tensor
     written: NDArray[np.bool_] | None = None  # None: every byte has a value
     outputs: list[Extent] = field(default_factory=list)
+    stored: bool = False  # a launch has written here
+    unsettled: bool = False  # written by a kernel that this launch may overlap
     views: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def typed(self, size: int, count: int) -> np.ndarray:
@@ -128,6 +130,16 @@ class GlobalMemory:
                 return region
         return None
 
+    def stored(self) -> list[tuple[int, int]]:
+        """The ranges that have been written."""
+        return [(region.low, region.high) for region in self.regions if region.stored]
+
+    def unsettle(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """These ranges may still be written by an earlier kernel until the CTA waits for it."""
+        for low, high in ranges:
+            for region in self.regions:
+                region.unsettled |= region.low < high and low < region.high
+
     def describe(self, address: int) -> str:
         """Where an address lies relative to the tensors."""
         best = min(
@@ -168,6 +180,7 @@ class GlobalMemory:
                 f"{strided.end:#x}): {self.describe(strided.end - 1)}",
             )
             raise AssertionError("an out-of-bounds access stops the launch")
+        region.stored |= write
         start = strided.base - region.base
         axes = ((*strided.shape, strided.itemsize), (*strided.strides, 1))
         if region.valid is not None and not as_strided(region.valid[start:], *axes).all():
@@ -190,6 +203,7 @@ class GlobalMemory:
         region = self.find(low, high)
         if region is None:
             return None
+        region.stored |= write
         offsets = (addresses - np.uint64(region.base)).astype(np.int64)
         if region.valid is not None or region.written is not None:
             span = offsets[:, None] + np.arange(size * count)

@@ -30,6 +30,7 @@ class Session:
         self._outputs: set[int] = set()
         self._arguments: tuple[Any, ...] | None = None
         self._memory = GlobalMemory([])
+        self._unsettled: list[tuple[int, int]] = []  # written by kernels that may still run
 
     def launch(self, launch: loader.Launch) -> None:
         """Runs one launch of the call in progress."""
@@ -39,8 +40,12 @@ class Session:
                 _extent(f"argument {i}", t, _address(t) in self._outputs)
                 for i, t in _tensors(launch.arguments)
             )
+        if not launch.programmatic:
+            self._unsettled = []
+        self._memory.unsettle(self._unsettled)
         machine = Machine(launch, self._memory, self.options)
         machine.run()
+        self._unsettled = [*self._unsettled, *self._memory.stored()]
         self.report.launches.append(machine.counters)
         self._finish(machine.findings)
 
