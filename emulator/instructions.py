@@ -59,6 +59,7 @@ class Instructions:
     clocks: Any
     program: Any
     space: dict[str, object]
+    views: dict[str, np.ndarray]
     first: int
     lanes: int
     warp0: int
@@ -182,6 +183,17 @@ class Instructions:
 
     def sleep(self) -> None:
         self.machine.clock += 1
+
+    def born(self, rows: list[int], sites: list[int], m: Mask) -> None:
+        """Tracing: stops at the first NaN among the float32 registers just written."""
+        new = np.isnan(self.views["f"][rows])
+        if m is not None:
+            new &= m
+        if new.any():
+            row, lane = np.argwhere(new)[0].tolist()
+            thread = self.first + lane
+            self.report("nan", f"an output holds NaN though no input does; the first one is made "
+                        f"here, by thread {thread}", sites[row], fatal=True)
 
     # Convergence ---------------------------------------------------------------------------------
 

@@ -214,8 +214,11 @@ class Cluster:
 class Machine:
     """Runs one launch."""
 
-    def __init__(self, launch: Launch, memory: GlobalMemory, options: Options) -> None:
+    def __init__(
+        self, launch: Launch, memory: GlobalMemory, options: Options, trace: bool = False
+    ) -> None:
         self.launch, self.memory, self.options = launch, memory, options
+        self.trace = trace  # look for the first NaN that an instruction makes
         self.program: Program = program(launch.ptx, launch.entry)
         kernel = self.program.kernel
         self.findings: list[Finding] = []
@@ -449,7 +452,7 @@ class Unit(Instructions):
 
     def _function(self, pc: int, masked: bool) -> FunctionType:
         program, space = self.program, self.space
-        code = program.code(pc, masked, self.check)
+        code = program.code(pc, masked, self.check, self.machine.trace)
         names = program.names
         if len(names) > self._known or program.constants:
             for name in list(names)[self._known :]:

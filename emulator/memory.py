@@ -153,21 +153,23 @@ class GlobalMemory:
             return f"{best.low - address} bytes before {best.names}"
         return f"at byte {address - best.low} of {best.names}"
 
-    def unwritten(self) -> list[tuple[Extent, int, int]]:
-        """(output, bytes never written, first such byte's offset from its start)."""
-        missing = []
+    def written(self, extent: Extent) -> NDArray[np.bool_] | None:
+        """Which elements of an output have been written; None for what is no output."""
         for region in self.regions:
-            for extent in region.outputs:
-                if region.written is None:
-                    continue
-                flags = as_strided(
-                    region.written[extent.address - region.base :],
-                    (*extent.shape, extent.itemsize), (*extent.strides, 1),
-                )  # fmt: skip
-                holes = ~flags.all(-1)
-                if holes.any():
-                    first = np.argwhere(holes)[0]
-                    missing.append((extent, int(holes.sum()) * extent.itemsize, tuple(map(int, first))))
+            if extent in region.outputs and region.written is not None:
+                start = region.written[extent.address - region.base :]
+                axes = ((*extent.shape, extent.itemsize), (*extent.strides, 1))
+                return as_strided(start, *axes).all(-1)
+        return None
+
+    def unwritten(self) -> list[tuple[Extent, int, tuple[int, ...]]]:
+        """(output, bytes never written, index of the first such element)."""
+        missing = []
+        for extent in (e for region in self.regions for e in region.outputs):
+            written = self.written(extent)
+            if written is not None and not written.all():
+                first = tuple(np.argwhere(~written)[0].tolist())
+                missing.append((extent, int((~written).sum()) * extent.itemsize, first))
         return missing
 
     def view(self, strided: Strided, report: Report, write: bool) -> np.ndarray:

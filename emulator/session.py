@@ -45,9 +45,28 @@ class Session:
         self._memory.unsettle(self._unsettled)
         machine = Machine(launch, self._memory, self.options)
         machine.run()
+        if self.options.check and not machine.findings and self._makes_nan(launch.arguments):
+            again = Machine(launch, self._memory, self.options, trace=True)
+            again.run()
+            machine.findings += again.findings
         self._unsettled = [*self._unsettled, *self._memory.stored()]
         self.report.launches.append(machine.counters)
         self._finish(machine.findings)
+
+    def _makes_nan(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether a written element of an output is NaN though every input is finite."""
+        made = False
+        for name, tensor in _tensors(arguments):
+            if not _is_float(tensor):
+                continue
+            values = torch.as_tensor(tensor)
+            extent = _extent(f"argument {name}", tensor, _address(tensor) in self._outputs)
+            written = self._memory.written(extent) if extent.output else None
+            if written is not None:
+                made |= bool((values.isnan().numpy() & written).any())
+            elif not values.isfinite().all():
+                return False
+        return made
 
     def _finish(self, findings: list[Finding]) -> None:
         self.report.findings += findings
@@ -148,9 +167,16 @@ def _extent(name: str, tensor: Tensor, output: bool) -> Extent:
     )
 
 
+def _is_float(tensor: Tensor) -> bool:
+    if isinstance(tensor, torch.Tensor):
+        return tensor.dtype.is_floating_point
+    return tensor.dtype.kind == "f"
+
+
 def _poison(tensor: Tensor) -> None:
     """Fills with NaN (integers: all ones)."""
+    value = float("nan") if _is_float(tensor) else -1
     if isinstance(tensor, torch.Tensor):
-        tensor.fill_(float("nan") if tensor.dtype.is_floating_point else -1)
+        tensor.fill_(value)
     else:
-        tensor.fill(np.nan if tensor.dtype.kind == "f" else -1)
+        tensor.fill(value)

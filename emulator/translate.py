@@ -44,7 +44,7 @@ class Program:
         self.names: dict[str, tuple[str, int | slice]] = {}  # view name -> (letter, rows)
         self.constants: dict[str, np.ndarray] = {}
         self.tracked: dict[str, int] = {}  # registers of wgmma operands -> bit
-        self._code: dict[tuple[int, bool, bool], CodeType] = {}
+        self._code: dict[tuple[int, bool, bool, bool], CodeType] = {}
         self.blocks = [BlockCode() for _ in kernel.blocks]
         self.falls = [b.index + 1 for b in kernel.blocks]
         self.static = np.zeros((len(kernel.blocks), len(CLASSES)), np.int64)
@@ -150,15 +150,15 @@ class Program:
         self.constants[name] = value
         return name
 
-    def code(self, pc: int, masked: bool, check: bool) -> CodeType:
+    def code(self, pc: int, masked: bool, check: bool, trace: bool = False) -> CodeType:
         """Compiled source of one block, defining `block(m)`."""
-        key = (pc, masked, check)
+        key = (pc, masked, check, trace)
         if key not in self._code:
-            source = self.source(pc, masked, check)
+            source = self.source(pc, masked, check, trace)
             self._code[key] = compile(source, f"<{self.kernel.name[:40]} block {pc}>", "exec")
         return self._code[key]
 
-    def source(self, pc: int, masked: bool, check: bool) -> str:
+    def source(self, pc: int, masked: bool, check: bool, trace: bool = False) -> str:
         lines: list[str] = []
         ended = False
         for item in self.blocks[pc].batches:
@@ -170,6 +170,9 @@ class Program:
                     lines += self._touch([p for batch in item for p in batch])
                 for batch in item:
                     lines += self._batch(batch, masked)
+                    if trace and batch[0].letter == "f":
+                        rows = [self.rows[p.dst] for p in batch]
+                        lines.append(f"born({rows}, {[p.site for p in batch]}, m)")
         if not ended:
             lines.append(f"return {pc + 1 if pc + 1 < len(self.blocks) else -1}")
         return "def block(m):\n " + "\n ".join(lines) + "\n"
