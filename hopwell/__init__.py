@@ -7,6 +7,7 @@ torch nor the compiler.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
+
+if not (Path(__file__).parent / "interface").is_dir():
+    # A source tree, where the other folders stand beside this one: it runs without being installed.
+    __path__.append(str(Path(__file__).parent.parent))
 
 __all__ = [
     "__version__",

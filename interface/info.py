@@ -8,7 +8,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-PACKAGES = ("hopwell", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "numpy")
+import hopwell
+
+from .arch import hosts
+
+PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "numpy")
 
 
 def collect() -> dict[str, Any]:
@@ -18,6 +22,7 @@ def collect() -> dict[str, Any]:
     when their installation is broken.
     """
     parts = {
+        "hopwell": lambda: hopwell.__version__,
         "python": platform.python_version,
         "host": _host,
         "packages": lambda: {name: _version(name) for name in PACKAGES},
@@ -44,8 +49,6 @@ def _version(package: str) -> str:
 
 
 def _host() -> dict[str, str]:
-    from .arch import hosts
-
     return {"system": platform.platform(), "objects": hosts()[0]}
 
 

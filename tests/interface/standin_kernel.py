@@ -25,7 +25,7 @@ def launch(a: cute.Tensor, b: cute.Tensor, s: cutlass.Float32, stream):
 def picked(a: cute.Tensor, b: cute.Tensor, s: cutlass.Float32):
     thread, _, _ = cute.arch.thread_idx()
     values = cute.make_rmem_tensor(256, cutlass.Float32)
-    for i in cutlass.range_constexpr(256):
+    for i in cutlass.range(256, unroll_full=True):
         values[i] = a[thread + i] * s
     b[thread] = values[thread * 2 - thread % 5].to(b.element_type)
 

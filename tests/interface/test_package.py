@@ -39,6 +39,16 @@ def test_import_loads_neither_torch_nor_the_compiler() -> None:
     assert python(code) == "[]\n"
 
 
+def test_a_source_tree_runs_without_being_installed() -> None:
+    code = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder).lower()]
+import hopwell
+print(hopwell.forward.__module__, hopwell.emulator.__name__)
+"""
+    assert python(code) == "hopwell.interface.functions hopwell.emulator\n"
+
+
 def test_the_functions_load_no_compiler() -> None:
     code = "import sys, hopwell; hopwell.forward; print('cutlass' in sys.modules)"
     assert python(code) == "False\n"
@@ -47,10 +57,10 @@ def test_the_functions_load_no_compiler() -> None:
 def test_import_adds_little_to_torch_and_the_dsl() -> None:
     code = """
 import time, torch, cutlass.cute
-start = time.perf_counter()
+start = time.process_time()  # what other processes do meanwhile does not count
 import hopwell
 hopwell.forward, hopwell.emulate, hopwell.supported
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
     assert float(python(code)) < 0.5
 
@@ -68,7 +78,7 @@ def test_a_name_that_is_not_there() -> None:
 
 def test_info_as_json() -> None:
     found = json.loads(command("info", "--json").output)
-    assert found["packages"]["hopwell"] == hopwell.__version__
+    assert found["hopwell"] == hopwell.__version__
     assert found["kernels"][0]["head_dims"] == [64, 128]
     assert [variable["name"] for variable in found["environment"]] == [v.name for v in env.TABLE]
 
