@@ -59,7 +59,7 @@ class Session:
         for name, tensor in _tensors(arguments):
             if not _is_float(tensor):
                 continue
-            values = torch.as_tensor(tensor)
+            values = torch.as_tensor(tensor).float()
             extent = _extent(f"argument {name}", tensor, _address(tensor) in self._outputs)
             written = self._memory.written(extent) if extent.output else None
             if written is not None:

@@ -40,7 +40,7 @@ def fa4(backward: bool, causal: bool, head_dim: int = 128) -> Case:
     """The peer package's kernels."""
     from . import fa4 as peer
 
-    q, k, v = _inputs(192, 700, 1, 1, head_dim)
+    q, k, v = _inputs(448, 700, 1, 1, head_dim)
     if not backward:
         return (lambda: peer.fa4_forward(q, k, v, causal)), lambda entry: True
     with emulator.session():
