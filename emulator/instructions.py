@@ -1195,17 +1195,26 @@ class Instructions:
         return self.bulk[key]
 
     def tma_store(self, descriptor: Any, coords: tuple, src: Any, op: str, m: Mask, site: int) -> None:
+        stored: set[tuple] = set()
         for lane in self._active(m).tolist():
-            tensor = self._tensor_map(self._at(descriptor, lane), site)
+            where = self._at(descriptor, lane)
+            tensor = self._tensor_map(where, site)
             at = tuple(self._at(c, lane) for c in coords)
             source = self._at(src, lane)
             granules = self._box_granules(tensor, source, self.cta, site)
-            if self.counting:
+            # The unit takes an instruction once a warp: lanes that all ask for one store (the DSL
+            # elects none) make one, though it joins the bulk group of each.
+            key = (lane // 32, where, at, source)
+            repeated = not op and key in stored
+            stored.add(key)
+            if self.counting and not repeated:
                 region = tma.global_footprint(tensor, at)
                 self.machine.counters.tma_store_bytes += region.nbytes if region else 0
             view = self._view(site, True)
 
-            def work(tensor=tensor, at=at, granules=granules, view=view) -> None:
+            def work(tensor=tensor, at=at, granules=granules, view=view, repeated=repeated) -> None:
+                if repeated:
+                    return
                 data = self.cta.shared.granules[granules].view(np.uint8)
                 if op:
                     tma.reduce_box(tensor, at, data, view, op)
