@@ -54,7 +54,7 @@ def test_barrier_reductions() -> None:
 def test_mbarrier() -> None:
     result = torch.empty(sync.MBARRIER_STEPS, dtype=torch.uint32)
     launch(sync.build_mbarrier(), result, outputs=(result,))
-    assert result.tolist() == [1, 0, 1, 1, 0, 0, 1, 1]
+    assert result.tolist() == [2, 0, 1, 1, 0, 0, 1, 1]
 
 
 def test_timers() -> None:

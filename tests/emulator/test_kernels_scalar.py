@@ -51,7 +51,8 @@ def test_instruction(table: str, index: int) -> None:
     words = got.astype(np.uint32)
     if op.result == "bits":
         mask = (1 << WIDTH[op.kinds[0]]) - 1
-        good = got.astype(object) == np.asarray(want).astype(object) & mask
+        # What lies above a 16-bit result means nothing: on an H200 cvt.sat.s16 leaves its sign there.
+        good = got.astype(object) & mask == np.asarray(want).astype(object) & mask
     elif op.result == "tf32":  # the 13 bits below the format mean nothing
         good = close(nm.f32_values(words & np.uint32(0xFFFFE000)), want, op)
     elif op.result == "f64":

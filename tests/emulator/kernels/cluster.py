@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from .asm import asm
 from .launch import compile, fake

@@ -13,9 +13,10 @@ from typing import Any
 import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import make_fake_compact_tensor
-from hopwell import emulator
 
 ON_GPU = os.environ.get("HOPWELL_TEST_ON_GPU") == "1"
+if not ON_GPU:
+    from hopwell import emulator
 
 
 def fake(dtype: Any, shape: Sequence[int], align: int = 16) -> cute.Tensor:
@@ -38,11 +39,18 @@ def launch(compiled: Any, *args: Any, outputs: Sequence[torch.Tensor]) -> Any:
     the kernel writes (the emulator poisons them first).
     """
     if ON_GPU:
-        moved = {id(a): a.cuda() for a in args if isinstance(a, torch.Tensor)}
-        compiled(*(moved.get(id(a), a) for a in args))
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        hosts = [torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()) for t in tensors]
+        devices = [h.cuda() for h in hosts]  # whole storages: gaps between rows travel too
+        views = iter(
+            [
+                d.as_strided(t.shape, t.stride(), t.storage_offset())
+                for d, t in zip(devices, tensors, strict=True)
+            ]
+        )
+        compiled(*(next(views) if isinstance(a, torch.Tensor) else a for a in args))
         torch.cuda.synchronize()
-        for a in args:
-            if isinstance(a, torch.Tensor):
-                a.copy_(moved[id(a)])
+        for host, device in zip(hosts, devices, strict=True):
+            host.copy_(device)
         return None
     return emulator.run(compiled, *args, outputs=outputs)

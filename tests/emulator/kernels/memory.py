@@ -11,7 +11,7 @@ import cutlass.cute as cute
 import numpy as np
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 from numpy.typing import NDArray
 
 from .asm import asm

@@ -98,6 +98,11 @@ def flush(x: nm.Floats) -> nm.Floats:
     return np.where(np.abs(x) < 2.0**-126, np.copysign(0.0, x), x)
 
 
+def saturated(x: nm.Floats) -> nm.Floats:
+    """.sat: clamped to [0, 1]; NaN and -0 give +0."""
+    return np.nan_to_num(np.clip(x, 0, 1), nan=0.0) + 0.0
+
+
 def divide(a: int, b: int) -> int:
     """Quotient rounded towards zero."""
     q = abs(a) // abs(b)
@@ -382,8 +387,8 @@ def _floats() -> list[Op]:
         value("fma.rn.f32", "r:rrr", lambda a, b, c: exact(f32(a) * f32(b) + f32(c), nm.F32), F3),
         value("add.ftz.f32", "r:rr", lambda a, b: flush(exact(flush(f32(a)) + flush(f32(b)), nm.F32)), F2),
         value("mul.ftz.f32", "r:rr", lambda a, b: flush(exact(flush(f32(a)) * flush(f32(b)), nm.F32)), F2),
-        value("add.sat.f32", "r:rr", lambda a, b: np.nan_to_num(np.clip(exact(f32(a) + f32(b), nm.F32), 0, 1), nan=0.0), ("near1", "near1")),
-        value("fma.rn.sat.f32", "r:rrr", lambda a, b, c: np.clip(exact(f32(a) * f32(b) + f32(c), nm.F32), 0, 1), ("near1", "near1", "near1")),
+        value("add.sat.f32", "r:rr", lambda a, b: saturated(exact(f32(a) + f32(b), nm.F32)), ("near1", "near1")),
+        value("fma.rn.sat.f32", "r:rrr", lambda a, b, c: saturated(exact(f32(a) * f32(b) + f32(c), nm.F32)), ("near1", "near1", "near1")),
         value("div.rn.f32", "r:rr", lambda a, b: exact(f32(a) / f32(b), nm.F32), ("near1", "near1")),
         value("rcp.rn.f32", "r:r", lambda a: exact(1 / f32(a), nm.F32), ("near1",)),
         value("sqrt.rn.f32", "r:r", lambda a: exact(np.sqrt(f32(a)), nm.F32), F1),
@@ -394,7 +399,7 @@ def _floats() -> list[Op]:
         value("max.NaN.f32", "r:rr", lambda a, b: or_nan(maximum(f32(a), f32(b)), f32(a), f32(b)), F2),
         value("min.NaN.f32", "r:rr", lambda a, b: or_nan(minimum(f32(a), f32(b)), f32(a), f32(b)), F2),
         value("copysign.f32", "r:rr", lambda a, b: np.copysign(f32(b), f32(a)), F2),
-        value("cvt.sat.f32.f32", "r:r", lambda a: np.nan_to_num(np.clip(f32(a), 0, 1), nan=0.0), F1),
+        value("cvt.sat.f32.f32", "r:r", lambda a: saturated(f32(a)), F1),
         value("ex2.approx.f32", "r:r", lambda a: exact(np.exp2(f32(a)), nm.F32), ("exponent",), rtol=2.0**-22),
         value("ex2.approx.ftz.f32", "r:r", lambda a: flush(exact(np.exp2(f32(a)), nm.F32)), ("exponent",), rtol=2.0**-22),
         value("lg2.approx.f32", "r:r", lambda a: np.log2(f32(a)), ("positive",), rtol=2.0**-22, atol=2.0**-22),
@@ -416,7 +421,6 @@ def _floats() -> list[Op]:
             text="{ .reg .pred p, q, t; .reg .b32 x, y; setp.eq.u32 t, $1, $1; setp.lt.and.f32 p|q, $1, $2, t;"
             " selp.b32 x, 1, 0, p; selp.b32 y, 2, 0, q; or.b32 $0, x, y; }",
         ),
-        value("set.ge.f32.f32", "r:rr", lambda a, b: (f32(a) >= f32(b)) * 1.0, F2),
         Op("cvt.f64.f32", "d:r", lambda a: f32(a), F1, result="f64"),
         value("cvt.rn.f32.f64", "r:d", lambda a: exact(a.astype(np.uint64).view(np.float64), nm.F32), ("f64",), text=""),
     ]  # fmt: skip
@@ -550,7 +554,7 @@ def _packed() -> list[Op]:
         ]  # fmt: skip
     fp16 = partial(Op, result="f16x2")
     ops += [
-        fp16("add.sat.f16x2", "r:rr", pairwise("f16", lambda a, b: np.nan_to_num(np.clip(exact(a + b, nm.F16), 0, 1), nan=0.0)), ("f16x2", "f16x2")),
+        fp16("add.sat.f16x2", "r:rr", pairwise("f16", lambda a, b: saturated(exact(a + b, nm.F16))), ("f16x2", "f16x2")),
         fp16("ex2.approx.f16x2", "r:r", pairwise("f16", np.exp2), ("f16small",), rtol=2.0**-9.9, atol=2.0**-24),
         fp16("tanh.approx.f16x2", "r:r", pairwise("f16", np.tanh), ("f16small",), atol=2.0**-10.9),
         Op("ex2.approx.ftz.bf16x2", "r:r", pairwise("bf16", np.exp2), ("bf16small",), "bf16x2", rtol=2.0**-7),

@@ -7,7 +7,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, Uint64
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from .asm import asm
 from .launch import compile, fake
@@ -105,7 +105,7 @@ MBARRIER_STEPS = 8
 def build_mbarrier() -> Any:
     """An mbarrier's life, told by one warp; the second warp arrives for the last phase.
 
-    result (MBARRIER_STEPS,) u32: [0] pending count after an early arrive, [1] test_wait of the
+    result (MBARRIER_STEPS,) u32: [0] pending count before the first arrive, as its token has it, [1] test_wait of the
     unfinished phase, [2] of the finished one by its token, [3] by parity, [4] parity 0 after an arrive
     with count 2 finished phase 1 (parity 1), [5] a phase with expect_tx and complete_tx while bytes
     are missing, [6] and when they are there, [7] after the other warp's 32 arrivals."""

@@ -12,7 +12,7 @@ import numpy as np
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 from numpy.typing import NDArray
 
 from .launch import compile, fake
@@ -271,7 +271,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "add.f16": Reduction("ADD", Float16, np.float16, np.add),
     "max.f16": Reduction("MAX", Float16, np.float16, np.maximum),
     "add.s32": Reduction("ADD", Int32, np.int32, np.add),
-    "min.s32": Reduction("MIN", Int32, np.int32, np.minimum),
+    "min.u32": Reduction("MIN", Uint32, np.uint32, np.minimum),
     "max.u32": Reduction("MAX", Uint32, np.uint32, np.maximum),
     "and.u32": Reduction("AND", Uint32, np.uint32, np.bitwise_and),
     "or.u32": Reduction("OR", Uint32, np.uint32, np.bitwise_or),

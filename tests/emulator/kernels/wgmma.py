@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 import numpy as np
 from cutlass import Int64, Uint32, Uint64
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 from numpy.typing import NDArray
 
 from . import numeric as nm
