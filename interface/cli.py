@@ -111,7 +111,7 @@ def io(arguments: tuple[str, ...]) -> None:
     """Compare the bytes that attention algorithms move to and from memory."""
     from ..benchmarks import io as model
 
-    model.main(list(arguments))
+    model.main(list(arguments), prog_name="python -m hopwell io")
 
 
 @main.command()

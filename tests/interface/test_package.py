@@ -135,6 +135,13 @@ def test_bench_without_a_gpu_says_so() -> None:
     assert run.output.startswith("Error: this machine has no CUDA GPU")
 
 
+def test_io_hands_its_arguments_on() -> None:
+    run = command("io", "--help")
+    assert run.exit_code == 0 and run.output.startswith("Usage: python -m hopwell io [OPTIONS]")
+    run = command("io", "-n", "256", "-d", "64", "--no-emulate")
+    assert run.exit_code == 0 and "256" in run.output
+
+
 def test_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOPWELL_LOG", "loud")
     with pytest.raises(ValueError) as raised:
