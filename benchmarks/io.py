@@ -1,9 +1,8 @@
-"""Bytes that attention moves between HBM and the chip: models by the loop, and the kernel measured.
+"""Bytes that attention moves between HBM and the chip: models by the loop, the kernel measured.
 
-The models walk the loops of the algorithms, tile by tile, and add up what each load and store moves;
-beside each stands the closed form of its order (constants left out). One head, no mask, queries and
-keys of one length; FlashAttention's Theorem 2 and Proposition 3 [1], loop order of FlashAttention-2
-[2].
+The models walk the loops of the algorithms, tile by tile, and add up what each load and store
+moves; beside each stands the closed form of its order (constants left out). One head, no mask,
+queries and keys of one length; FlashAttention's Theorem 2 [1] and FlashAttention-2's order [2].
 
 [1] Dao et al., FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness, 2022
 [2] Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023
@@ -69,20 +68,17 @@ def fa1(n: int, d: int, sram_bytes: int, element_bytes: int = 2) -> Row:
     read, write = 0, n * (row + statistics)  # O = 0, l = 0, m = -inf are written first
     for kv_rows in _tiles(n, tile_kv):
         read += 2 * kv_rows * row  # K, V
-        for q_rows in _tiles(n, tile_q):
-            read += q_rows * (2 * row + statistics)  # Q, O, m, l
-            write += q_rows * (row + statistics)  # O, m, l
+        read += n * (2 * row + statistics)  # every tile's Q, O, m, l
+        write += n * (row + statistics)  # every tile's O, m, l
     form = n * n * d * d / (sram_bytes / element_bytes) * element_bytes
     return Row("FA-1", read, write, "N^2 d^2 / M", form, (tile_q, tile_kv))
 
 
-def fa2(
-    n: int, d: int, sram_bytes: int, element_bytes: int = 2, tile_q: int | None = None
-) -> Row:
+def fa2(n: int, d: int, sram_bytes: int, element_bytes: int = 2, tile_q: int | None = None) -> Row:
     """FlashAttention-2's order: Q tiles outside, K/V tiles inside.
 
-    Q is read and O and LSE are written once; K and V are read once for each Q tile. Without `tile_q`
-    a tile has as many rows as fit four times (Q, O, K, V) in SRAM.
+    Q is read and O and LSE are written once; K and V are read once for each Q tile. Without
+    `tile_q` a tile has as many rows as fit four times (Q, O, K, V) in SRAM.
 
     Raises:
         ValueError: four rows of d elements do not fit in `sram_bytes`.
@@ -93,8 +89,7 @@ def fa2(
     read = write = 0
     for q_rows in _tiles(n, tile_q):
         read += q_rows * row  # Q
-        for kv_rows in _tiles(n, tile_kv):
-            read += 2 * kv_rows * row  # K, V
+        read += 2 * n * row  # every tile's K, V
         write += q_rows * (row + STATISTIC_BYTES)  # O, LSE
     form = n * d * element_bytes * (1 + n / tile_q)
     return Row("FA-2 order", read, write, "N d + N^2 d / tile_q", form, (tile_q, tile_kv))
@@ -120,10 +115,10 @@ def model(n: int, d: int, sram_bytes: int, element_bytes: int = 2) -> list[Row]:
 
 
 def measured(n: int, d: int, arch: str = "sm_90a") -> list[Row]:
-    """This package's forward kernel (bf16, one head), its tiles' model and what the emulator counts.
+    """This package's forward kernel (bf16, one head): its tiles' model, and the emulator's count.
 
     Raises:
-        ValueError: there is no kernel for head_dim d.
+        LookupError: there is no kernel for head_dim d.
     """
     import torch
 
@@ -134,9 +129,7 @@ def measured(n: int, d: int, arch: str = "sm_90a") -> list[Row]:
     tiles = forward_tiles(arch, d, d)
     expected = fa2(n, d, H200_SRAM_BYTES, tile_q=tiles.tile_q)
     random = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(1, n, 1, d, generator=random).to(torch.bfloat16) for _ in range(3)
-    )
+    q, k, v = (torch.randn(1, n, 1, d, generator=random).to(torch.bfloat16) for _ in range(3))
     with emulate.emulate(arch, counters=True) as emulation:
         forward(q, k, v)
     counters = emulation.report.counters
@@ -166,8 +159,8 @@ def _fitting_rows(d: int, sram_bytes: int, element_bytes: int) -> int:
     elements = sram_bytes // element_bytes
     if elements < 4 * d:
         raise ValueError(
-            f"{sram_bytes} bytes of SRAM do not hold 4 rows of {d} elements of {element_bytes} bytes "
-            f"({4 * d * element_bytes} bytes); give more SRAM or a smaller d"
+            f"{sram_bytes} bytes of SRAM do not hold 4 rows of {d} elements of {element_bytes} "
+            f"bytes ({4 * d * element_bytes} bytes); give more SRAM or a smaller d"
         )
     return -(-elements // (4 * d))
 
@@ -195,7 +188,7 @@ def main(n: int, d: int, sram: int, emulate: bool) -> None:
         rows = model(n, d, sram)
         if emulate:
             rows += measured(n, d)
-    except ValueError as problem:
+    except (LookupError, ValueError) as problem:
         raise click.ClickException(str(problem)) from problem
     title = f"bytes to and from HBM: N = {n}, d = {d}, M = {sram} bytes"
     table = Table(title=title)
