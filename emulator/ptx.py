@@ -108,11 +108,20 @@ _JUMPS = ("bra", "ret", "exit", "trap", "brx")
 
 
 def _strip_comments(text: str) -> str:
-    """Blanks comments, so that every offset stays what it is in the text."""
+    """Blanks comments, so that every offset stays what it is in the text.
+
+    Line marks inside inline assembly go with them: the compiler adds the assembly's own line
+    numbers to the line of the call, which is the one in force before and after.
+    """
 
     def blank(found: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", found.group())
 
+    def unmarked(found: re.Match[str]) -> str:
+        return re.sub(r"^\s*\.loc\s[^\n]*", blank, found.group(), flags=re.MULTILINE)
+
+    inline = r"// begin inline asm\n.*?// end inline asm\n"
+    text = re.sub(inline, unmarked, text, flags=re.DOTALL)
     return re.sub(r"//[^\n]*|/\*.*?\*/", blank, text, flags=re.DOTALL)
 
 
