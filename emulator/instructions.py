@@ -961,10 +961,15 @@ class Instructions:
 
         def describe() -> str:
             number = address & 0xFFFFFF
+            missing = f"{barrier.pending} of {barrier.count} arrivals and {barrier.tx} bytes missing"
+            if barrier.tx < 0:
+                missing = (
+                    f"{barrier.pending} of {barrier.count} arrivals missing and {-barrier.tx} bytes "
+                    "over those expected"
+                )
             return (
                 f"mbarrier at byte {number - SHARED_BASE} of shared memory: waits for phase of parity "
-                f"{wanted & 1}, present phase has parity {barrier.phase & 1}, "
-                f"{barrier.pending} of {barrier.count} arrivals and {barrier.tx} bytes missing"
+                f"{wanted & 1}, present phase has parity {barrier.phase & 1}, {missing}"
             )
 
         cluster = self.cta.cluster

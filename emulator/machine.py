@@ -234,13 +234,7 @@ class Machine:
         )  # fmt: skip
         self.parameter_bytes = np.frombuffer(self.parameters + bytes(64), np.uint8)
         self.clock = 0
-        shared = launch.smem_bytes + kernel.shared_static
-        if shared > SHARED_LIMIT:
-            self.report(
-                "resources",
-                f"{shared} bytes of shared memory a CTA; an SM gives at most {SHARED_LIMIT}",
-                -1, fatal=True,
-            )  # fmt: skip
+        self.stopped = False  # at a finding after which nothing more can be said
 
     @staticmethod
     def _parameter(address: int, size: int) -> bytes:
@@ -273,11 +267,18 @@ class Machine:
             with np.errstate(all="ignore"):
                 self._run()
         except Stop:
-            pass
+            self.stopped = True
         if self.options.counters:
             self._count()
 
     def _run(self) -> None:
+        shared = self.launch.smem_bytes + self.program.kernel.shared_static
+        if shared > SHARED_LIMIT:
+            self.report(
+                "resources",
+                f"{shared} bytes of shared memory a CTA; an SM gives at most {SHARED_LIMIT}",
+                -1, fatal=True,
+            )  # fmt: skip
         grid, size = self.launch.grid, self.launch.cluster
         waiting = [
             (x, y, z)

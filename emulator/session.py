@@ -31,6 +31,7 @@ class Session:
         self._arguments: tuple[Any, ...] | None = None
         self._memory = GlobalMemory([])
         self._unsettled: list[tuple[int, int]] = []  # written by kernels that may still run
+        self._stopped = False  # a launch of the call in progress ended early
 
     def launch(self, launch: loader.Launch) -> None:
         """Runs one launch of the call in progress."""
@@ -45,6 +46,7 @@ class Session:
         self._memory.unsettle(self._unsettled)
         machine = Machine(launch, self._memory, self.options)
         machine.run()
+        self._stopped |= machine.stopped
         if self.options.check and not machine.findings and self._makes_nan(launch.arguments):
             again = Machine(launch, self._memory, self.options, trace=True)
             again.run()
@@ -79,11 +81,12 @@ class Session:
         for tensor in outputs:
             _poison(tensor)
         self._outputs = {_address(t) for t in outputs}
+        self._stopped = False
         try:
             result = loader.call(function, *args)
         finally:
             self._outputs, self._arguments = set(), None
-        if outputs and self.options.check:
+        if outputs and self.options.check and not self._stopped:
             kernel = self.report.launches[-1].kernel if self.report.launches else "no launch"
             self._finish(
                 [
