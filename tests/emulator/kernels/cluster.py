@@ -35,9 +35,10 @@ def build_exchange() -> Any:
     """Each CTA of a pair reads or is sent the other's data in WAYS different ways.
 
     (source (CTAS, THREADS) u32; result (WAYS, CTAS, THREADS) u32), CTAS = CLUSTER * CLUSTERS.
-    Row w of a CTA's result is the peer's source + w: by [0] ld.shared::cluster, [1] st.shared::cluster
-    followed by a cluster barrier, [2] st.async completing on the receiver's mbarrier, [3] bulk copy
-    shared to shared, [4] plain remote store and a remote arrive on the peer's mbarrier,
+    Row w of a CTA's result is the peer's source + w, got by
+    [0] ld.shared::cluster, [1] st.shared::cluster followed by a cluster barrier,
+    [2] st.async completing on the receiver's mbarrier, [3] bulk copy shared to shared,
+    [4] plain remote store and a remote arrive on the peer's mbarrier,
     [5] atom.shared::cluster on the peer's cell (zero before).
     """
     ctas = CLUSTER * CLUSTERS
@@ -95,7 +96,8 @@ def build_exchange() -> Any:
         )
         if thread == 0:
             asm(
-                "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+                "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+                " [$0], [$1], $2, [$3];",
                 (),
                 _remote(inbox.iterator + 3 * THREADS + thread, peer),
                 _address(outbox.iterator + 3 * THREADS + thread),

@@ -74,7 +74,7 @@ RESULTS = (collatz, nested, ladder, raw_loop, leaver)
 def _collatz(x: Int32) -> Int32:
     steps = Int32(0)
     while x != 1:
-        if x & 1 != 0:
+        if x & 1 != 0:  # noqa: SIM108
             x = 3 * x + 1
         else:
             x = x // 2

@@ -70,7 +70,8 @@ def _staged(store: str, load: str, registers: str, size: int) -> Move:
         f"{{ .reg .{kind} {names}; .reg .b32 w<4>; ld.global.v4.b32 {{w0, w1, w2, w3}}, [$0];"
         " st.shared.v4.b32 [$2], {w0, w1, w2, w3};"
         f" {load} {operand}, [$2]; xor.b32 w0, w0, w0; st.shared.v4.b32 [$2], {{w0, w0, w0, w0}};"
-        f" {store} [$2], {operand}; {load} {operand}, [$2]; {store.replace('shared', 'global')} [$1], {operand}; }}"
+        f" {store} [$2], {operand}; {load} {operand}, [$2];"
+        f" {store.replace('shared', 'global')} [$1], {operand}; }}"
     )
     return Move(f"{store}+{load}", text, _first(size))
 
@@ -105,7 +106,12 @@ MOVES: list[Move] = [
     _through("ld.global.v2.b32", "st.global.v2.b32", "b32:x, y", 8),
     _through("ld.global.v4.f32", "st.global.v4.f32", "f32:x, y, z, w", 16),
     _through("ld.global.v2.b64", "st.global.v2.b64", "b64:x, y", 16),
-    _through("ld.global.nc.L1::no_allocate.v4.b32", "st.global.L1::no_allocate.v4.b32", "b32:x, y, z, w", 16),
+    _through(
+        "ld.global.nc.L1::no_allocate.v4.b32",
+        "st.global.L1::no_allocate.v4.b32",
+        "b32:x, y, z, w",
+        16,
+    ),
     _through("ld.global.nc.b32", "st.global.wt.b32", "b32:x", 4),
     _through("ld.global.cg.b32", "st.global.cg.b32", "b32:x", 4),
     _through("ld.volatile.global.b32", "st.volatile.global.b32", "b32:x", 4),
@@ -123,16 +129,17 @@ MOVES: list[Move] = [
     _staged("st.shared.v2.b64", "ld.shared.v2.b64", "b64:x, y", 16),
     Move(
         "generic.shared",
-        "{ .reg .b32 x; .reg .b64 a; ld.global.b32 x, [$0]; cvt.u64.u32 a, $2; cvta.shared.u64 a, a;"
-        " st.b32 [a], x; ld.shared.b32 x, [$2]; add.u32 x, x, 1; st.shared.b32 [$2], x; ld.b32 x, [a];"
-        " sub.u32 x, x, 1; st.b32 [$1], x; }",
+        "{ .reg .b32 x; .reg .b64 a; ld.global.b32 x, [$0]; cvt.u64.u32 a, $2;"
+        " cvta.shared.u64 a, a; st.b32 [a], x; ld.shared.b32 x, [$2]; add.u32 x, x, 1;"
+        " st.shared.b32 [$2], x; ld.b32 x, [a]; sub.u32 x, x, 1; st.b32 [$1], x; }",
         _first(4),
     ),
     Move(
         "sign",  # loads that widen: a signed byte and half to 32 bits
         "{ .reg .b32 x, y; .reg .b16 h; ld.global.s8 x, [$0]; st.global.b32 [$1], x;"
         " ld.global.s16 y, [$0+2]; st.global.b32 [$1+4], y;"
-        " ld.global.u8 h, [$0+4]; st.global.b16 [$1+8], h; ld.global.s8 h, [$0+5]; st.global.b16 [$1+10], h;"
+        " ld.global.u8 h, [$0+4]; st.global.b16 [$1+8], h;"
+        " ld.global.s8 h, [$0+5]; st.global.b16 [$1+10], h;"
         " ld.global.u16 x, [$0+6]; st.global.b32 [$1+12], x; }",
         lambda source: np.concatenate(
             [
@@ -184,7 +191,7 @@ def build_moves() -> Any:
     return compile(host, fake(Uint32, shape), fake(Uint32, shape))
 
 
-# ---- cp.async with groups and with an mbarrier -----------------------------------------------------
+# ---- cp.async with groups and with an mbarrier ---------------------------------------------------
 
 STAGES = 4
 
@@ -262,8 +269,11 @@ class BulkReduction:
     floats: str = ""
 
 
-def _by_float(dtype: Any, shift: int = 0) -> Callable[..., NDArray[np.uint32]]:
-    del shift
+def _signed_min(t: NDArray[np.uint32], s: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    return np.minimum(t.view(np.int32), s.view(np.int32)).view(np.uint32)
+
+
+def _by_float(dtype: Any) -> Callable[..., NDArray[np.uint32]]:
     return lambda t, s: (t.view(dtype) + s.view(dtype)).view(np.uint32)
 
 
@@ -280,7 +290,7 @@ REDUCTIONS: list[BulkReduction] = [
     BulkReduction("add.noftz.bf16", _bf16_add, "bf16"),
     BulkReduction("add.u32", lambda t, s: t + s),
     BulkReduction("add.s32", lambda t, s: t + s),
-    BulkReduction("min.s32", lambda t, s: np.minimum(t.view(np.int32), s.view(np.int32)).view(np.uint32)),
+    BulkReduction("min.s32", _signed_min),
     BulkReduction("max.u32", np.maximum),
     BulkReduction("and.b32", np.bitwise_and),
     BulkReduction("or.b32", np.bitwise_or),
@@ -328,7 +338,8 @@ def build_bulk() -> Any:
         if thread == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, BULK * 4)
             asm(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                " [$0], [$1], $2, [$3];",
                 (),
                 here,
                 (source.iterator + offset).toint().to(Uint64),
@@ -339,7 +350,8 @@ def build_bulk() -> Any:
         for i in cutlass.range_constexpr(len(REDUCTIONS)):
             if cta == i and thread == 0:
                 asm(
-                    f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{REDUCTIONS[i].suffix} [$0], [$1], $2;",
+                    f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{REDUCTIONS[i].suffix}"
+                    " [$0], [$1], $2;",
                     (),
                     (target.iterator + offset).toint().to(Uint64),
                     here,
@@ -378,8 +390,8 @@ def build_bulk() -> Any:
 def build_local() -> Any:
     """A per-thread array indexed at run time lives in local memory.
 
-    (index (8, 32) s32 with values 0..15, result (32,) s32): cell[index] += position, then the cells'
-    sum weighted by their position."""
+    (index (8, 32) s32 with values 0..15, result (32,) s32): cell[index] += position, then the
+    cells' sum weighted by their position."""
 
     @cute.kernel
     def local(index: cute.Tensor, result: cute.Tensor) -> None:

@@ -64,8 +64,8 @@ PER_WARP_TURNS = 3
 def build_reductions() -> Any:
     """Barriers that reduce a predicate, and barriers whose number differs from warp to warp.
 
-    (x (128,) u32, result (4, 128) u32): rows are bar.red.popc, .and, .or of x > 40, 40, 100 over the
-    CTA, and x of the thread 32 further on in the same pair of warps."""
+    (x (128,) u32, result (4, 128) u32): rows are bar.red.popc, .and, .or of x > 40, 40, 100 over
+    the CTA, and x of the thread 32 further on in the same pair of warps."""
 
     @cute.kernel
     def reductions(x: cute.Tensor, result: cute.Tensor) -> None:
@@ -74,7 +74,8 @@ def build_reductions() -> Any:
         buffer = smem.allocate_tensor(Uint32, cute.make_layout(128), byte_alignment=16)
         value = x[thread]
         (count,) = asm(
-            "{ .reg .pred p; setp.gt.u32 p, $1, 40; barrier.cta.red.popc.aligned.u32 $0, 1, 128, p; }",
+            "{ .reg .pred p; setp.gt.u32 p, $1, 40;"
+            " barrier.cta.red.popc.aligned.u32 $0, 1, 128, p; }",
             (Uint32,),
             value,
         )
@@ -105,10 +106,11 @@ MBARRIER_STEPS = 8
 def build_mbarrier() -> Any:
     """An mbarrier's life, told by one warp; the second warp arrives for the last phase.
 
-    result (MBARRIER_STEPS,) u32: [0] pending count before the first arrive, as its token has it, [1] test_wait of the
-    unfinished phase, [2] of the finished one by its token, [3] by parity, [4] parity 0 after an arrive
-    with count 2 finished phase 1 (parity 1), [5] a phase with expect_tx and complete_tx while bytes
-    are missing, [6] and when they are there, [7] after the other warp's 32 arrivals."""
+    result (MBARRIER_STEPS,) u32: [0] pending count before the first arrive, as its token has it,
+    [1] test_wait of the unfinished phase, [2] of the finished one by its token, [3] by parity,
+    [4] parity 0 after an arrive with count 2 finished phase 1 (parity 1), [5] a phase with
+    expect_tx and complete_tx while bytes are missing, [6] and when they are there, [7] after the
+    other warp's 32 arrivals."""
 
     test = "{{ .reg .pred p; {} selp.b32 $0, 1, 0, p; }}"
 
@@ -151,7 +153,8 @@ def build_mbarrier() -> Any:
             asm("mbarrier.inval.shared.b64 [$0];", (), first)
             asm("mbarrier.arrive.shared.b64 _, [$0];", (), second)
             asm(
-                "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [$0], 0;"
+                "{ .reg .pred p;"
+                " WAIT: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [$0], 0;"
                 " @p bra DONE; bra WAIT; DONE: }",
                 (),
                 second,

@@ -97,7 +97,8 @@ def _votes(mask: int) -> list[WarpOp]:
         """The predicate is `b > threshold` (unsigned)."""
         return WarpOp(
             f"vote.{kind}.{threshold}.{mask:#x}",
-            f"{{ .reg .pred p, q; setp.gt.u32 p, $2, {threshold}; vote.sync.{kind}.pred q, p, {mask:#x};"
+            f"{{ .reg .pred p, q; setp.gt.u32 p, $2, {threshold};"
+            f" vote.sync.{kind}.pred q, p, {mask:#x};"
             " selp.b32 $0, 1, 0, q; }",
             lambda a, b, lanes: [int(test([b[i] > threshold for i in lanes]))] * len(lanes),
             mask,
@@ -200,7 +201,8 @@ def _lanes(mask: int) -> list[WarpOp]:
         WarpOp(
             f"lanemask.{mask:#x}",
             "{ .reg .b32 x, y; mov.u32 x, %lanemask_lt; mov.u32 y, %lanemask_ge; xor.b32 $0, x, y;"
-            " mov.u32 x, %lanemask_eq; add.u32 $0, $0, x; mov.u32 x, %lanemask_gt; xor.b32 $0, $0, x;"
+            " mov.u32 x, %lanemask_eq; add.u32 $0, $0, x;"
+            " mov.u32 x, %lanemask_gt; xor.b32 $0, $0, x;"
             " mov.u32 x, %lanemask_le; xor.b32 $0, $0, x; }",
             # lt ^ ge is all ones; adding eq leaves eq - 1, which is lt; gt ^ le is all ones again
             lambda a, b, lanes: [((1 << i) - 1) ^ FULL for i in lanes],
