@@ -148,8 +148,11 @@ class Instructions:
             for w in self._warps(m):
                 self.clocks.acquire(self.warp0 + w, clock)
 
-    def _stalled(self, ready: Callable[[], bool], describe: Callable[[], str]) -> bool:
-        self.wait = self._wait_type(ready, describe)
+    def _stalled(
+        self, ready: Callable[[], bool], describe: Callable[[], str],
+        helpless: Callable[[], bool] = lambda: False,
+    ) -> bool:  # fmt: skip
+        self.wait = self._wait_type(ready, describe, helpless)
         return False
 
     def _changed(self) -> Callable[[], bool]:
@@ -973,7 +976,9 @@ class Instructions:
             )
 
         cluster = self.cta.cluster
-        self._stalled(lambda: cluster.version != version, describe)
+        self._stalled(
+            lambda: cluster.version != version, describe, lambda: barrier.pending == 0
+        )
         return self._stall
 
     # Asynchronous copies -------------------------------------------------------------------------
@@ -1531,6 +1536,7 @@ class Instructions:
                 lambda: cta.pool >= need,
                 lambda: f"setmaxnreg.inc to {count} needs {need} registers of the SM's file and "
                 f"{cta.pool} are free",
+                lambda: True,
             )
         if count % 8 or not 24 <= count <= 256 or (need < 0) == increase and need:
             self.report("resources", f"setmaxnreg.{'inc' if increase else 'dec'} to {count} from "

@@ -48,7 +48,7 @@ class Wait:
 
     ready: Callable[[], bool]
     describe: Callable[[], str]
-    ticket: bool = False  # the group has been counted: it must not merge with one that has not
+    helpless: Callable[[], bool] = lambda: False  # no warp can end it: bytes or registers lack
 
 
 @dataclass(slots=True, eq=False)
@@ -318,19 +318,22 @@ class Machine:
                 self._deadlock(running)
 
     def _deadlock(self, running: list[Cluster]) -> None:
-        lines = []
-        site = -1
+        stood: list[tuple[bool, int, str]] = []  # (someone may help, site, description)
         for slot in running:
             for cta in slot.ctas:
                 for unit in cta.units:
                     for group in unit.groups:
                         block = self.program.kernel.blocks[group.pc]
                         where = block.instructions[0].index
-                        site = where if site < 0 else site
                         warps = ", ".join(str(unit.first // 32 + w) for w in group.warps)
                         why = group.wait.describe() if group.wait else "spinning"
-                        lines.append(f"CTA {cta.index} warp {warps} at {self.source(where)}: {why}")
-        self.report("deadlock", "no warp can move\n  " + "\n  ".join(lines), site, fatal=True)
+                        text = f"CTA {cta.index} warp {warps} at {self.source(where)}: {why}"
+                        stood.append((not (group.wait and group.wait.helpless()), where, text))
+        stood.sort(key=lambda entry: entry[0])  # the cause first: others wait for those warps
+        self.report(
+            "deadlock", "\n  ".join(["no warp can move", *(text for _, _, text in stood)]),
+            stood[0][1], fatal=True,
+        )  # fmt: skip
 
     def _count(self) -> None:
         counters = self.counters
