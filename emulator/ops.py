@@ -142,8 +142,9 @@ def bfe(a: Array, start: Array, length: Array) -> Array:
     start, length = np.asarray(start, i64) & 0xFF, np.asarray(length, i64) & 0xFF
     wide = a.astype(object) if bits == 64 else a.astype(i64)
     unsigned = wide & ((1 << bits) - 1)
-    mask = (np.ones_like(wide) << length) - 1
-    field = (unsigned >> start) & mask
+    # What would lie above the word is not of the field: a signed one has its sign there.
+    mask = (np.ones_like(wide) << np.clip(bits - start, 0, length)) - 1
+    field = (unsigned >> np.minimum(start, bits)) & mask
     if a.dtype.kind == "i":
         top = np.minimum(start + length - 1, bits - 1)
         sign = (unsigned >> top) & 1
@@ -353,11 +354,11 @@ def fp8_pair_to_f16x2(x: Array, kind: str) -> Array:
 
 
 def to_tf32(x: Array, rounding: str = "rna") -> Array:
-    """tf32 bits in a 32-bit register: 10 mantissa bits, ties away from zero (rna) or to even."""
+    """tf32 bits in a 32-bit register: 10 mantissa bits; ties to even (rn), away from zero (rna) or
+    cut off (rz)."""
     bits = np.asarray(x, f32).view(u32)
-    finite = np.isfinite(x)
-    half = u32(0x1000) if rounding == "rna" else u32(0xFFF) + ((bits >> u32(13)) & u32(1))
-    return np.where(finite, (bits + half) & ~u32(0x1FFF), bits)
+    half = {"rna": u32(0x1000), "rn": u32(0xFFF) + ((bits >> u32(13)) & u32(1)), "rz": u32(0)}
+    return np.where(np.isfinite(x), (bits + half[rounding]) & ~u32(0x1FFF), bits)
 
 
 def float_to_int(x: Array, dtype: type, rounding: str) -> Array:
@@ -380,5 +381,5 @@ def saturate_int(x: Array, dtype: type) -> Array:
 
 
 def saturate(x: Array) -> Array:
-    """.sat for floats: clamps to [0, 1], NaN to 0."""
-    return np.nan_to_num(np.clip(x, 0, 1), nan=0.0).astype(x.dtype)
+    """.sat for floats: clamps to [0, 1]; NaN and -0 give +0."""
+    return (np.nan_to_num(np.clip(x, 0, 1), nan=0.0) + 0.0).astype(x.dtype)
