@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
 from .kernels import control, sync
-from .kernels.launch import launch
+from .kernels.launch import launch, once
 
 
-@cache
+@once
 def diverged() -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     shape = (control.CTAS, control.THREADS)
     x = np.random.default_rng(1).integers(1, 3000, shape, dtype=np.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float16, Float32, Int8, 
 
 from .kernels import gemm, wgmma
 from .kernels.gemm import GEMMS
-from .kernels.launch import launch
+from .kernels.launch import launch, once
 from .kernels.wgmma import CASES, THREADS
 
 _TORCH: dict[Any, torch.dtype] = {
@@ -26,7 +25,7 @@ _TORCH: dict[Any, torch.dtype] = {
 }
 
 
-@cache
+@once
 def tiles() -> tuple[wgmma.Data, Any]:
     data = wgmma.data()
     result = torch.empty(data.out_words, dtype=torch.uint32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
@@ -12,11 +10,11 @@ from numpy.typing import NDArray
 from .kernels import atomics, memory
 from .kernels.atomics import CELLS
 from .kernels.atomics import OPS as ATOMS
-from .kernels.launch import launch
+from .kernels.launch import launch, once
 from .kernels.memory import BULK, MOVES, REDUCTIONS, SLOT
 
 
-@cache
+@once
 def moved() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     shape = (len(MOVES), memory.THREADS, SLOT)
     source = np.random.default_rng(9).integers(0, 256, shape, dtype=np.uint8)
@@ -43,7 +41,7 @@ def test_async_ring() -> None:
     np.testing.assert_array_equal(target[-1].numpy(), source[0].numpy())
 
 
-@cache
+@once
 def bulk() -> tuple[NDArray[np.uint32], ...]:
     source, target = memory.bulk_inputs()
     before = target.copy()
@@ -65,7 +63,7 @@ def test_bulk_copy() -> None:
     np.testing.assert_array_equal(copy, source ^ np.uint32(0x55))
 
 
-@cache
+@once
 def contended() -> tuple[NDArray[np.uint32], ...]:
     cells, operands = atomics.inputs()
     before = cells.copy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,21 +11,22 @@ from numpy.typing import NDArray
 
 from .kernels import numeric as nm
 from .kernels import scalar
-from .kernels.launch import launch
+from .kernels.launch import launch, once
 from .kernels.scalar import SAMPLES, WIDTH, Op
 from .kernels.scalar_tables import TABLES
 
 _DECODE = {"f32": nm.f32_values, "f16": nm.f16_values, "bf16": nm.bf16_values}
 
 
-@cache
-def results(table: str) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+def evaluate(ops: list[Op]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """Inputs (ops, 4, SAMPLES) and results (ops, SAMPLES) of one launch."""
-    ops = TABLES[table]
     source = scalar.inputs(ops)
     result = torch.empty(len(ops), SAMPLES, dtype=torch.uint64)
     launch(scalar.build(ops), torch.from_numpy(source), result, outputs=(result,))
     return source, result.numpy()
+
+
+RESULTS = {name: once(partial(evaluate, ops)) for name, ops in TABLES.items()}
 
 
 def close(got: nm.Floats, want: nm.Floats, op: Op) -> NDArray[np.bool_]:
@@ -44,7 +45,7 @@ def close(got: nm.Floats, want: nm.Floats, op: Op) -> NDArray[np.bool_]:
 )
 def test_instruction(table: str, index: int) -> None:
     op = TABLES[table][index]
-    source, result = results(table)
+    source, result = RESULTS[table]()
     args = [source[index, j].astype(object) for j in range(len(op.inputs))]
     with np.errstate(all="ignore"):
         want = op.expect(*args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from .kernels import warp
-from .kernels.launch import launch
+from .kernels.launch import launch, once
 from .kernels.warp import DSL_OPS, MATRIX_FORMS, OPS, THREADS, WARPS
 
 
@@ -32,12 +31,12 @@ def run(compiled: Any, rows: int) -> NDArray[np.uint32]:
     return result.numpy().reshape(rows, WARPS, 32)
 
 
-@cache
+@once
 def table() -> NDArray[np.uint32]:
     return run(warp.build_table(), len(OPS))
 
 
-@cache
+@once
 def dsl() -> NDArray[np.uint32]:
     return run(warp.build_dsl(), len(DSL_OPS))
 
@@ -57,7 +56,7 @@ def test_dsl_function(index: int) -> None:
     np.testing.assert_array_equal(dsl()[index], np.array(want, np.uint32))
 
 
-@cache
+@once
 def matrices() -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]]:
     tiles = np.random.default_rng(8).integers(0, 1 << 32, (4, 8, 4), dtype=np.uint32)
     loaded = torch.empty(len(MATRIX_FORMS), 4, 32, dtype=torch.uint32)

@@ -7,16 +7,36 @@ machine, which shows that what they expect of the emulator is what the hardware 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
 
 import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import make_fake_compact_tensor
 
+T = TypeVar("T")
 ON_GPU = os.environ.get("HOPWELL_TEST_ON_GPU") == "1"
 if not ON_GPU:
     from hopwell import emulator
+
+
+def once(function: Callable[[], T]) -> Callable[[], T]:
+    """Call `function` the first time alone; later give its result, or raise what it raised."""
+    outcome: list[T | Exception] = []
+
+    @wraps(function)
+    def wrapper() -> T:
+        if not outcome:
+            try:
+                outcome.append(function())
+            except Exception as error:
+                outcome.append(error)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
+    return wrapper
 
 
 def fake(dtype: Any, shape: Sequence[int], align: int = 16) -> cute.Tensor:
