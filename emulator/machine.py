@@ -241,13 +241,18 @@ class Machine:
         return ctypes.string_at(address, size)
 
     def report(self, kind: str, message: str, site: int, fatal: bool = False) -> None:
-        """Records a finding once a source line; stops the launch if the run cannot go on."""
+        """Records a finding, but not the same one of the same line again; stops if `fatal`."""
         instructions = self.program.kernel.instructions
         text, (file, line) = "", ("", 0)
         if 0 <= site < len(instructions):
             text, (file, line) = instructions[site].text, instructions[site].source
         finding = Finding(kind, message, self.program.kernel.name, text, file, line)
-        if all((f.kind, f.instruction, f.line) != (kind, text, line) for f in self.findings):
+        known = any(
+            (f.kind, f.file, f.line) == (kind, file, line)
+            and (f.instruction == text or f.message == message)
+            for f in self.findings
+        )
+        if not known:
             self.findings.append(finding)
         if fatal or len(self.findings) >= self.options.max_findings:
             raise Stop
