@@ -17,6 +17,7 @@ from .steps import (
     SPECIAL,
     Constant,
     Effect,
+    Products,
     Pure,
     literal,
 )  # fmt: skip
@@ -45,10 +46,11 @@ class Emitter:
         self.kernel, self.steps, self.fall = kernel, steps, fall
         self.registers = kernel.registers
         self.site = -1
+        self.first = True  # of the block: only that instruction can find lanes missing
         self.guard: tuple[str, bool] | None = None
 
     def instruction(self, ins: Instruction) -> None:
-        self.site = ins.index
+        self.first, self.site = self.site < 0, ins.index
         self.guard = (ins.predicate, ins.negated) if ins.predicate else None
         before = len(self.steps)
         handler = HANDLERS.get(ins.parts[0])
@@ -141,6 +143,10 @@ class Emitter:
             )
         )  # fmt: skip
 
+    def together(self, call: str) -> list[str]:
+        """The line that waits for other lanes, by a call that says whether they are here."""
+        return [f"if not {call}: return STALL"] if self.first else []
+
     # Text of an operand inside an effect
     def text(self, type_: str, value: object) -> str:
         kind, found = self.source(type_, value)
@@ -184,8 +190,11 @@ def _arith(e: Emitter, ins: Instruction) -> None:
     mods = ins.parts[1:-1]
     if "cc" in mods:
         raise Unknown
+    if "ftz" in mods:
+        name = {"min": "fmin", "max": "fmax"}.get(head, _UFUNC[head])
+        return _flushed(e, ins, f"{name}({{0}}, {{1}})")
     if type_ in ("f16x2", "bf16x2"):
-        op = head + (".NaN" if "NaN" in mods else "")
+        op = head + (".NaN" if "NaN" in mods else "") + (".sat" if "sat" in mods else "")
         call = f"ops.packed('{type_}', '{op}', {', '.join('{%d}' % i for i in range(len(args)))})"  # noqa: UP031
         return e.pure(call, "b32", dst, [("b32", a) for a in args])
     if type_ in ("f16", "bf16"):
@@ -235,14 +244,27 @@ def _arith(e: Emitter, ins: Instruction) -> None:
     e.pure(_UFUNC[head], type_, dst, [(type_, a) for a in args], direct=True)
 
 
+def _flushed(e: Emitter, ins: Instruction, code: str) -> None:
+    """A float32 operation that takes and gives zero for subnormal numbers (.ftz)."""
+    dst, *args = ins.operands
+    if _last(ins) != "f32" or not {*ins.parts[1:-1]} <= {"rn", "ftz"}:
+        raise Unknown
+    for i in range(len(args)):
+        code = code.replace(f"{{{i}}}", f"ops.ftz({{{i}}})")
+    e.pure(f"ops.ftz({code})", "f32", dst, [("f32", a) for a in args])
+
+
 @_op("mul", "mad", "fma")
 def _multiply(e: Emitter, ins: Instruction) -> None:
     head, type_ = ins.parts[0], _last(ins)
     dst, *args = ins.operands
     mods = ins.parts[1:-1]
     typed = [(type_, a) for a in args]
+    if "ftz" in mods:
+        code = "multiply({0}, {1})" if head == "mul" else "ops.fma({0}, {1}, {2})"
+        return _flushed(e, ins, code)
     if type_ in ("f16x2", "bf16x2"):
-        op = head + (".relu" if "relu" in mods else "")
+        op = head + (".relu" if "relu" in mods else "") + (".sat" if "sat" in mods else "")
         holes = ", ".join(f"{{{i}}}" for i in range(len(args)))
         return e.pure(
             f"ops.packed('{type_}', '{op}', {holes})", "b32", dst, [("b32", a) for a in args]
@@ -676,29 +698,22 @@ def _cvt(e: Emitter, ins: Instruction) -> None:
     rounding = next((f for f in flags if f in ("rn", "rz", "rm", "rp", "rna")), "rn")
     integer_rounding = next((f for f in flags if f in ("rni", "rzi", "rmi", "rpi")), "rzi")
     sat = "sat" in flags
-    if "relu" in flags or "rs" in flags:
+    if "rs" in flags:
         raise Unknown
+    pair = "maximum({0}, f32(0)), maximum({1}, f32(0))" if "relu" in flags else "{0}, {1}"
     if to in ("bf16x2", "f16x2") and from_ == "f32":
-        if rounding not in ("rn", "rz") or (to == "f16x2" and rounding != "rn"):
+        if rounding not in ("rn", "rz"):
             raise Unknown
-        code = (
-            f"ops.pack_bf16({{0}}, {{1}}, '{rounding}')"
-            if to == "bf16x2"
-            else "ops.pack_f16({0}, {1})"
-        )
+        code = f"ops.pack_{to[:-2]}({pair}, '{rounding}')"
         return e.pure(code, "b32", dst, [("f32", args[0]), ("f32", args[1])])
+    if to in ("e4m3x2", "e5m2x2") and from_ == "f32":
+        code = f"ops.fp8_pair({pair}, '{to[:4]}')"
+        return e.pure(code, "b16", dst, [("f32", args[0]), ("f32", args[1])])
+    if "relu" in flags:
+        raise Unknown
     if to in ("e4m3x2", "e5m2x2"):
-        kind = to[:4]
-        if from_ == "f32":
-            return e.pure(
-                f"ops.fp8_pair({{0}}, {{1}}, '{kind}')",
-                "b16",
-                dst,
-                [("f32", args[0]), ("f32", args[1])],
-            )
-        return e.pure(
-            f"ops.fp8_pair(*ops.halves({{0}}, '{from_}'), '{kind}')", "b16", dst, [("b32", args[0])]
-        )
+        code = f"ops.fp8_pair(*ops.halves({{0}}, '{from_}'), '{to[:4]}')"
+        return e.pure(code, "b16", dst, [("b32", args[0])])
     if from_ in ("e4m3x2", "e5m2x2"):
         return e.pure(
             f"ops.fp8_pair_to_f16x2({{0}}, '{from_[:4]}')", "b32", dst, [("b16", args[0])]
@@ -707,6 +722,10 @@ def _cvt(e: Emitter, ins: Instruction) -> None:
     if to == "tf32":
         return e.pure(f"ops.to_tf32({{0}}, '{rounding}')", "b32", dst, [("f32", src)])
     wide = {"bf16": "ops.bf16_to_f32({0})"}.get(from_, "{0}")
+    if "ftz" in flags:
+        if from_ != "f32":
+            raise Unknown
+        wide = "ops.ftz({0})"
     floats = ("f16", "bf16", "f32", "f64")
     if to in _INT and from_ in _INT:
         if sat:
@@ -913,7 +932,7 @@ def _bar(e: Emitter, ins: Instruction) -> None:
         mask = e.text("u32", ins.operands[0])
         return e.effect(
             [
-                f"if not converge({mask}, {{m}}, {ins.index}): return STALL",
+                *e.together(f"converge({mask}, {{m}}, {ins.index})"),
                 f"warp_sync({{m}}, {ins.index})",
             ],
             [ins.operands[0]],
@@ -1115,17 +1134,15 @@ def _flat(coords: tuple) -> list:
 @_op("wgmma")
 def _wgmma(e: Emitter, ins: Instruction) -> None:
     n = ins.index
+    here = e.together(f"converge_all({{m}}, {n})")
     if "fence" in ins:
-        return e.effect([f"if not converge_all({{m}}, {n}): return STALL", "wgmma_fence()"])
+        return e.effect([*here, "wgmma_fence()"])
     if "commit_group" in ins:
-        return e.effect([f"if not converge_all({{m}}, {n}): return STALL", f"wgmma_commit({n})"])
+        return e.effect([*here, f"wgmma_commit({n})"])
     if "wait_group" in ins:
-        return e.effect(
-            [
-                f"if not converge_all({{m}}, {n}): return STALL",
-                f"wgmma_wait({ins.operands[0]}, {n})",
-            ]
-        )
+        # A warp may wait alone: only the products themselves need the whole warpgroup.
+        warp = e.together(f"converge(0xFFFFFFFF, {{m}}, {n})")
+        return e.effect([*warp, f"wgmma_wait({ins.operands[0]}, {{m}}, {n})"])
     if "sp" in ins:
         raise Unknown
     shape = next(p for p in ins.parts if re.fullmatch(r"m64n\d+k\d+", p))
@@ -1140,21 +1157,24 @@ def _wgmma(e: Emitter, ins: Instruction) -> None:
     flags = [int(r) for r in rest[1:] if isinstance(r, int)]
     neg_a, neg_b = (flags[0] == -1, flags[1] == -1) if len(flags) > 1 else (False, False)
     trans = flags[2:]
-    letter = "i" if dtype == "s32" else "u" if dtype == "f16" else "f"
-    if isinstance(a, tuple):
-        regs_a, trans_a, trans_b = a, 0, trans[0] if trans else 0
-        source = f"{{u*:{' '.join(a)}}}"
+    in_registers = isinstance(a, tuple)
+    if in_registers:
+        trans_a, trans_b = 0, trans[0] if trans else 0
     else:
-        regs_a, trans_a, trans_b = (a,), *(trans if len(trans) == 2 else (0, 0))
-        source = e.text("u64", a)
+        trans_a, trans_b = trans if len(trans) == 2 else (0, 0)
     scale = f"{{p:{scale_d}}}" if isinstance(scale_d, str) else str(bool(scale_d))
-    acc_mask = "{" + f"{letter}*:{' '.join(acc)}" + "}"
-    lines = [
-        f"if not converge_all({{m}}, {n}): return STALL",
-        f"wgmma({acc_mask}, {source}, {e.text('u64', b)}, {columns}, '{dtype}', '{atype}', '{btype}', "
-        f"{scale}, {neg_a}, {neg_b}, {bool(trans_a)}, {bool(trans_b)}, {n})",
-    ]
-    e.effect(lines, [*regs_a, b, scale_d, *acc], acc, asynchronous=True)
+    if here:
+        e.effect(here)
+    e.steps.append(
+        Products(
+            [], tuple(map(str, (*(a if in_registers else (a,)), b, scale_d, *acc))), acc, e.guard,
+            n, asynchronous=True, accumulator=acc,
+            kind=f"{columns}, '{dtype}', '{atype}', '{btype}', {neg_a}, {neg_b}, "
+            f"{bool(trans_a)}, {bool(trans_b)}",
+            registers=a if in_registers else (), a=[] if in_registers else [e.text("u64", a)],
+            b=[e.text("u64", b)], scales=[scale], sites=[n],
+        )
+    )  # fmt: skip
 
 
 @_op("mma", "wmma", "tcgen05", "tensormap", "clusterlaunchcontrol", "call", "brx", "st.async")
@@ -1187,7 +1207,7 @@ def _elect(e: Emitter, ins: Instruction) -> None:
     first, second = (dst.first, dst.second) if isinstance(dst, Pair) else ("_", dst)
     text = e.text("u32", mask)
     lines = [
-        f"if not converge({text}, {{m}}, {ins.index}): return STALL",
+        *e.together(f"converge({text}, {{m}}, {ins.index})"),
         f"t = elect({text}, {{m}})",
     ]
     if first != "_":
@@ -1203,8 +1223,15 @@ def _shfl(e: Emitter, ins: Instruction) -> None:
     first, second = (dst.first, dst.second) if isinstance(dst, Pair) else (dst, "_")
     mode = ins.parts[2] if ins.parts[1] == "sync" else ins.parts[1]
     text = e.text("u32", mask)
+    here = e.together(f"converge({text}, {{m}}, {ins.index})")
+    static = isinstance(lane, int) and isinstance(clamp, int) and mask in (-1, 0xFFFFFFFF)
+    if static and second == "_" and e.guard is None:  # whole warps: as good as arithmetic
+        if here:
+            e.effect(here)
+        code = f"shuffle('{mode}', {{0}}, {lane}, {clamp}, -1, {{m}}, {{site}})[0]"
+        return e.pure(code, "b32", first, [("b32", value)])
     lines = [
-        f"if not converge({text}, {{m}}, {ins.index}): return STALL",
+        *here,
         f"t = shuffle('{mode}', {e.text('b32', value)}, {e.text('u32', lane)}, {e.text('u32', clamp)}, {text}, {{m}}, {ins.index})",
     ]
     if first != "_":
@@ -1223,7 +1250,7 @@ def _vote(e: Emitter, ins: Instruction) -> None:
     kind = "u" if "ballot" in ins else "p"
     text = e.text("u32", mask)
     e.effect(
-        [f"if not converge({text}, {{m}}, {ins.index}): return STALL",
+        [*e.together(f"converge({text}, {{m}}, {ins.index})"),
          f"{{{kind}:{dst}}} <- vote('{ins.parts[2]}', {'~' if negated else ''}{value}, {text}, {{m}})"],
         [predicate, mask], [dst],
     )  # fmt: skip
@@ -1235,7 +1262,7 @@ def _redux(e: Emitter, ins: Instruction) -> None:
     type_ = _last(ins)
     text = e.text("u32", mask)
     e.effect(
-        [f"if not converge({text}, {{m}}, {ins.index}): return STALL",
+        [*e.together(f"converge({text}, {{m}}, {ins.index})"),
          f"{{{LETTER[type_]}:{dst}}} <- redux('{ins.parts[2]}', {e.text(type_, value)}, {text}, {{m}}, {'NaN' in ins}, {'abs' in ins})"],
         [value, mask], [dst],
     )  # fmt: skip
@@ -1247,7 +1274,7 @@ def _match(e: Emitter, ins: Instruction) -> None:
     first, second = (dst.first, dst.second) if isinstance(dst, Pair) else (dst, "_")
     text = e.text("u32", mask)
     lines = [
-        f"if not converge({text}, {{m}}, {ins.index}): return STALL",
+        *e.together(f"converge({text}, {{m}}, {ins.index})"),
         f"t = match('{ins.parts[1]}', {e.text(_last(ins), value)}, {text}, {{m}})",
         f"{{u:{first}}} <- t[0]",
     ]
@@ -1270,7 +1297,7 @@ def _matrix(e: Emitter, ins: Instruction) -> None:
     regs, where = ins.operands if load else (ins.operands[1], ins.operands[0])
     registers = regs if isinstance(regs, tuple) else (regs,)
     count, trans = len(registers), "trans" in ins
-    lines = [f"if not converge(0xFFFFFFFF, {{m}}, {n}): return STALL"]
+    lines = e.together(f"converge(0xFFFFFFFF, {{m}}, {n})")
     if load:
         lines.append(f"t = ldmatrix({e.address(where)}, {count}, {trans}, {{m}}, {n})")
         lines += [f"{{u:{r}}} <- t[{i}]" for i, r in enumerate(registers)]
@@ -1285,7 +1312,7 @@ def _movmatrix(e: Emitter, ins: Instruction) -> None:
     dst, src = ins.operands
     e.effect(
         [
-            f"if not converge(0xFFFFFFFF, {{m}}, {ins.index}): return STALL",
+            *e.together(f"converge(0xFFFFFFFF, {{m}}, {ins.index})"),
             f"{{u:{dst}}} <- movmatrix({e.text('b32', src)})",
         ],
         [src],

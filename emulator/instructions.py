@@ -43,6 +43,7 @@ class BulkThread:
 class WgmmaGroup:
     """Products in flight: registers of accumulators and A, and the work if it was held back."""
 
+    number: int = 0  # counted from 1 as they are committed
     accumulators: int = 0
     sources: int = 0
     work: list[Callable[[], None]] = field(default_factory=list)
@@ -91,6 +92,7 @@ class Instructions:
         self.open_group = WgmmaGroup()
         self.hot_acc = self.hot_src = 0
         self.wgmma_committed = 0
+        self.wgmma_waited = [0] * self.warp_count  # groups that each warp has seen end
         self.wgmma_epoch0 = 0
         self.bulk: dict[tuple[int, int], BulkThread] = {}
         self.cp_committed = 0
@@ -259,7 +261,10 @@ class Instructions:
     def shuffle(
         self, mode: str, value: Any, lane: Any, clamp: Any, members: Any, m: Mask, site: int
     ) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
-        value = np.broadcast_to(np.asarray(value, np.uint32), (self.lanes,))
+        """What each lane gets of `value` [..., lanes], and whether its source was in range."""
+        value = np.asarray(value, np.uint32)
+        if not value.ndim:
+            value = np.broadcast_to(value, (self.lanes,))
         static = lane.__class__ is int and clamp.__class__ is int
         key = (mode, lane, clamp) if static else None
         found = self._shuffles.get(key) if key else None
@@ -282,7 +287,7 @@ class Instructions:
             active = m[np.asarray(source)] | ~m
             if not active.all():
                 self.report("member mask", "shfl reads a lane that does not execute it", site)
-        return value[source], np.asarray(good)
+        return value.take(source, -1), np.asarray(good)
 
     def vote(self, mode: str, value: Any, members: Any, m: Mask) -> NDArray[Any]:
         value = np.broadcast_to(np.asarray(value, bool), (self.lanes,))
@@ -1406,55 +1411,83 @@ class Instructions:
         """Ordinary instructions touch registers that wgmma also uses."""
         self.dirty |= reads | writes
         if (self.hot_acc & (reads | writes)) or (self.hot_src & writes):
-            self.report(
-                "register in flight", "a register is used while a wgmma that has not been waited "
-                "for may still write or read it", site,
-            )  # fmt: skip
+            hot_acc, hot_src = self._in_flight(min(self.wgmma_waited[w] for w in self.group.warps))
+            for read, written, at in self.program.touches.get(site, ((reads, writes, site),)):
+                if (hot_acc & (read | written)) or (hot_src & written):
+                    self.report(
+                        "register in flight", "a register is used while a wgmma that has not been "
+                        "waited for may still write or read it", at,
+                    )  # fmt: skip
 
     def wgmma_fence(self) -> None:
         self.dirty = 0
 
     def wgmma(
-        self, acc: Any, a: Any, b: Any, columns: int, dtype: str, atype: str, btype: str,
-        scale: Any, neg_a: bool, neg_b: bool, trans_a: bool, trans_b: bool, site: int,
+        self, acc: Any, a: Any, b: tuple, scales: tuple, sites: tuple[int, ...], columns: int,
+        dtype: str, atype: str, btype: str, neg_a: bool, neg_b: bool, trans_a: bool, trans_b: bool,
     ) -> None:  # fmt: skip
-        item = _ITEM[atype]
-        keep = bool(scale) if np.ndim(scale) == 0 else bool(scale[0])
-        from_registers = np.ndim(a) == 2
-        plan_b = tensor_core.operand(
-            (self._at(b, 0),), "b", "mn" if trans_b else "k", columns, _ITEM[btype]
-        )
-        plan_a = None
-        if not from_registers:
-            plan_a = tensor_core.operand((self._at(a, 0),), "a", "mn" if trans_a else "k", 64, item)
-        for plan in (plan_b, plan_a):
-            if plan is not None and int(plan.touched[-1]) * 16 + 16 > self.cta.shared.size:
-                self.report("out of bounds", "a wgmma operand lies past the end of shared memory",
-                            site, fatal=True)  # fmt: skip
+        """wgmmas into one accumulator that follow one another, as one over a longer K.
+
+        Args:
+            acc: registers [n, 128].
+            a: descriptors, one a wgmma; or the registers of all, [4 * wgmmas, 128].
+            b, scales, sites: one a wgmma.
+        """
+        major_a, major_b = "mn" if trans_a else "k", "mn" if trans_b else "k"
+        item, item_b = _ITEM[atype], _ITEM[btype]
+        b = tuple(self._at(d, 0) for d in b)
+        a_descs = tuple(self._at(d, 0) for d in a) if isinstance(a, tuple) else None
+
+        def plans(part: slice) -> list[tensor_core.Operand]:
+            found = [tensor_core.operand(b[part], "b", major_b, columns, item_b)]
+            if a_descs is not None:
+                found.append(tensor_core.operand(a_descs[part], "a", major_a, 64, item))
+            return found
+
+        used = plans(slice(None))
+        if max(plan.last for plan in used) >= self.cta.shared.size >> 4:
+            self.report("out of bounds", "a wgmma operand lies past the end of shared memory",
+                        sites[0], fatal=True)  # fmt: skip
         if self.check:
-            self._check_wgmma(plan_a, plan_b, site)
+            self._check_wgmma(used, plans, sites)
         if self.counting:
             counters = self.machine.counters
-            counters.tensor_flops += tensor_core.wgmma_flops(columns, item)
-            counters.tensor_clocks += tensor_core.wgmma_clocks(columns)
-            touched = len(plan_b.touched) + (len(plan_a.touched) if plan_a else 0)
-            counters.shared_read_bytes += 16 * touched
+            counters.tensor_flops += len(b) * tensor_core.wgmma_flops(columns, item)
+            counters.tensor_clocks += len(b) * tensor_core.wgmma_clocks(columns)
+            counters.shared_read_bytes += 16 * sum(len(plan.granules) for plan in used)
         view = acc.view(np.float16) if dtype == "f16" else acc
+        # What stands before one that does not add to the accumulator is lost.
+        keep = [self._at(scale, 0) for scale in scales]
+        start = max((i for i, kept in enumerate(keep) if not kept), default=0)
+        if start:
+            used = plans(slice(start, None))
 
         def work() -> None:
             granules = self.cta.shared.granules
             left = (
-                tensor_core.a_from_registers(np.ascontiguousarray(a), atype)
-                if plan_a is None else tensor_core.load(plan_a, granules, atype)
+                tensor_core.a_from_registers(np.ascontiguousarray(a[4 * start :]), atype)
+                if a_descs is None else tensor_core.load(used[1], granules, atype)
             )  # fmt: skip
-            tensor_core.mma(left, tensor_core.load(plan_b, granules, btype), view, keep, neg_a, neg_b)
+            right = tensor_core.load(used[0], granules, btype)
+            tensor_core.mma(left, right, view, bool(keep[start]), neg_a, neg_b)
 
         if self.machine.eager:
             work()
         else:
             self.open_group.work.append(work)
 
-    def _check_wgmma(self, plan_a: Any, plan_b: Any, site: int) -> None:
+    def _check_wgmma(
+        self, used: list[tensor_core.Operand], plans: Callable[[slice], list], sites: tuple
+    ) -> None:
+        for site in sites:
+            self._check_wgmma_registers(site)
+        if self._operand_race(used, sites[0]) is not None:
+            for i, site in enumerate(sites):
+                found = self._operand_race(plans(slice(i, i + 1)), site)
+                if found is not None:
+                    self._race(found, False, self.cta, site)
+
+    def _check_wgmma_registers(self, site: int) -> None:
         if site not in self._bits:
             ins = self.program.kernel.instructions[site]
             acc, source = ins.operands[0], ins.operands[1]
@@ -1476,17 +1509,23 @@ class Instructions:
         self.open_group.sources |= source
         self.hot_acc |= acc
         self.hot_src |= source
+
+    def _operand_race(
+        self, plans: list[tensor_core.Operand], site: int
+    ) -> Conflict | str | None:
         epoch = self.wgmma_base + self.wgmma_committed + 1
         rows = self.clocks.rows[self.warp0 : self.warp0 + 4].min(0)
         eyes = np.where(self.clocks.asynchronous, rows[0], rows[1])
         shadow, key = self.cta.shadow, ("wgmma", self.first)
-        found = shadow.async_read(eyes, rows[0], plan_b.touched, key, self.wgmma_agents, epoch, site)
-        if found is None and plan_a is not None:
-            found = shadow.async_read(eyes, rows[0], plan_a.touched, key, self.wgmma_agents, epoch, site)
-            if isinstance(found, Conflict):  # a warp reads only its own sixteen rows of A
-                found = self._check_rows_of_a(plan_a, key, epoch, site)
-        if found is not None:
-            self._race(found, False, self.cta, site)
+        for i, plan in enumerate(plans):
+            found = shadow.async_read(
+                eyes, rows[0], plan.touched, key, self.wgmma_agents, epoch, site
+            )
+            if i and isinstance(found, Conflict):  # a warp reads only its own sixteen rows of A
+                found = self._check_rows_of_a(plan, key, epoch, site)
+            if found is not None:
+                return found
+        return None
 
     def _check_rows_of_a(self, plan: Any, key: Any, epoch: int, site: int) -> Any:
         if plan.axes != (1, 0):
@@ -1508,24 +1547,38 @@ class Instructions:
 
     def wgmma_commit(self, site: int) -> None:
         self.wgmma_committed += 1
+        self.open_group.number = self.wgmma_committed
         self.flight.append(self.open_group)
         self.open_group = WgmmaGroup()
         if self.check:
             for agent in self.wgmma_agents:
                 self.clocks.issued[agent] = self.wgmma_base + self.wgmma_committed
 
-    def wgmma_wait(self, keep: int, site: int) -> None:
-        while len(self.flight) > keep:
-            for work in self.flight.pop(0).work:
-                work()
-        self.hot_acc, self.hot_src = self.open_group.accumulators, self.open_group.sources
+    def wgmma_wait(self, keep: int, m: Mask, site: int) -> None:
+        ended = self.wgmma_committed - keep
         for group in self.flight:
-            self.hot_acc |= group.accumulators
-            self.hot_src |= group.sources
-        if self.check:
-            epoch = self.wgmma_base + self.wgmma_committed - keep
-            for w in self.all_warps:
-                self.clocks.observe(self.warp0 + w, self.wgmma_agents[w], epoch)
+            if group.number <= ended:
+                for work in group.work:
+                    work()
+                group.work.clear()
+        for w in self._warps(m):
+            self.wgmma_waited[w] = max(self.wgmma_waited[w], ended)
+            if self.check:
+                self.clocks.observe(
+                    self.warp0 + w, self.wgmma_agents[w], self.wgmma_base + self.wgmma_waited[w]
+                )
+        everywhere = min(self.wgmma_waited)
+        self.flight = [group for group in self.flight if group.number > everywhere]
+        self.hot_acc, self.hot_src = self._in_flight(everywhere)
+
+    def _in_flight(self, ended: int) -> tuple[int, int]:
+        """Registers (accumulators, sources of A) of the groups after number `ended`."""
+        accumulators, sources = self.open_group.accumulators, self.open_group.sources
+        for group in self.flight:
+            if group.number > ended:
+                accumulators |= group.accumulators
+                sources |= group.sources
+        return accumulators, sources
 
     def setmaxnreg(self, count: int, increase: bool, m: Mask, site: int) -> bool:
         """Gives registers back to the SM's pool, or takes them once they are there."""

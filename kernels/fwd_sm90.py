@@ -28,6 +28,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 from ..layouts.fragments import accumulator, as_operand_a, offsets, origin, rows_by_columns
 from ..layouts.gmem import sequence_first, tma_tiles
 from ..layouts.hardware import (
+    L2_BYTES,
     TMA_ALIGNMENT_BYTES,
     WARP_THREADS,
     WARPGROUP_THREADS,
@@ -172,8 +173,13 @@ class FwdSm90:
         load_v, tma_v = self.tma(load, v, layouts.v, self.shape_v)
         store_o, tma_o = self.tma(store, o, layouts.o, self.shape_o)
         batch, len_q, heads_q, _ = q.shape
-        q_tiles = cute.ceil_div(len_q, self.tiles.tile_q)
-        order = TileOrder(q_tiles, heads_q, batch, longest_first=self.facts.causal)
+        order = TileOrder(
+            q_tiles=cute.ceil_div(len_q, self.tiles.tile_q),
+            heads=heads_q,
+            batch=batch,
+            section=self.sequences_in_l2(q, k),
+            longest_first=self.facts.causal,
+        )
         args = Args(tma_q, tma_k, tma_v, tma_o, lse, load_q, load_k, load_v, store_o, scale, order)
         self.kernel(args).launch(
             grid=[order.count, 1, 1],
@@ -181,6 +187,12 @@ class FwdSm90:
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def sequences_in_l2(self, q: cute.Tensor, k: cute.Tensor) -> Int32:
+        """Heads of Q, over all batches, whose K and V fit the L2 cache together; at least one."""
+        key_bytes = (self.facts.head_dim + self.facts.head_dim_v) * ELEMENT_BYTES
+        heads_kv = Int32(L2_BYTES // key_bytes) // k.shape[1]
+        return cutlass.max(heads_kv, 1) * (q.shape[2] // k.shape[2])
 
     def tma(self, op, tensor: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]):
         """(atom, coordinates) for one stage of `layout`; boxes are clipped at sequence and head."""
@@ -346,11 +358,14 @@ class FwdSm90:
         k.release()
         if const_expr(masked):
             self.apply_mask(share, rows, acc_S, kv_tile)
-        alpha = share.softmax.step(rows_by_columns(acc_S))
-        warpgroup.wait_group(0)  # O is there, P is read
+        alpha, rescale = share.softmax.step(rows_by_columns(acc_S))
+        if rescale:
+            warpgroup.wait_group(0)  # O is there, P is read
+            scale_rows(rows_by_columns(share.acc_O), alpha)
+        else:
+            warpgroup.wait_group(0)
         v.release()
         narrow(acc_S, share.tOrP)
-        scale_rows(rows_by_columns(share.acc_O), alpha)
         return load_k, load_v
 
     @cute.jit
