@@ -1,0 +1,294 @@
+"""Mistakes in the source of the forward kernel, each a small edit of one file.
+
+Each edit is one that an engineer makes: a line forgotten, two lines in the wrong order, a bound off
+by one. It is made in a private copy of the file, so that what the checker says can be held against
+the source line it names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import linecache
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hopwell import emulator, kernels
+from hopwell.emulator import loader
+from hopwell.emulator.session import Session
+from hopwell.kernels import ForwardFacts
+from hopwell.kernels.tiles import Tiles
+
+PACKAGE = Path(kernels.__file__).parents[1]
+FACTS = ForwardFacts("bfloat16", 32, 32, causal=False)
+CAUSAL = replace(FACTS, causal=True)
+# Small, to compile fast; two consumer warpgroups, so that everything that synchronises is there.
+TILES = Tiles("sm_90a", 32, 32, 32, 2, 2, 2, 24, 240, ping_pong=True, reason="small")
+LEN_Q, LEN_KV = 200, 150
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Edits of a file of the package; what the first finding must say of it."""
+
+    name: str
+    edits: dict[str, str]  # a piece of text that stands there once: what takes its place
+    kind: str
+    message: str  # regular expression
+    line: str  # what stands in the source line that the finding names; "": it names none
+    other: str = ""  # what stands in the line that `message` names by its `OTHER`
+    file: str = "kernels/fwd_sm90.py"
+    facts: ForwardFacts = FACTS
+    ctas: int | None = None  # fewer than there are tiles: each takes several
+
+
+OTHER = r"(?P<file>\w+\.py):(?P<line>\d+)"
+AT_BYTE = r"of shared memory at byte \d+ and the"
+CONSUMERS = r"warp ([4-7]|4, 5, 6, 7)"
+
+FAULTS = [
+    Fault(
+        "K is released before the product that reads it is waited for",
+        {
+            "warpgroup.wait_group(1)  # S is there\n        k.release()": (
+                "k.release()\n        warpgroup.wait_group(1)"
+            )
+        },
+        kind="race",
+        message=rf"write {AT_BYTE} read of wgmma of {CONSUMERS} at {OTHER}: wgmma\.mma_async\S+ .* "
+        r"with no synchronisation between them \(CTA \(0, 0, 0\), warp 0\)",
+        line="cute.copy(args.load_k,",
+        other="cute.gemm(",
+    ),
+    Fault(
+        "V is released before the product that reads it is waited for",
+        {
+            "share.turns.release()\n": "share.turns.release()\n        v.release()\n",
+            "        v.release()\n        narrow(acc_S": "        narrow(acc_S",
+        },
+        kind="race",
+        message=rf"write {AT_BYTE} read of wgmma of {CONSUMERS} at {OTHER}: wgmma\.mma_async\S+ .* "
+        r"with no synchronisation between them \(CTA \(0, 0, 0\), warp 0\)",
+        line="cute.copy(args.load_v,",
+        other="cute.gemm(",
+    ),
+    Fault(
+        "Q is released before O, written in its place, is stored",
+        {
+            "self.store(args, share, rows, sO)\n            slab.release()": (
+                "slab.release()\n            self.store(args, share, rows, sO)"
+            )
+        },
+        kind="race",
+        message=rf"write {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix\S+ .* "
+        r"with no synchronisation between them",
+        line="cute.copy(args.load_q,",
+        other="cute.copy(atom, copy.retile(rO)",
+        ctas=1,
+    ),
+    Fault(
+        "O is written while the products of other warps may still read Q there",
+        {
+            "cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)"
+            "  # Q is read": "pass"
+        },
+        kind="race",
+        message=rf"write {AT_BYTE} read of wgmma of {CONSUMERS} at {OTHER}: wgmma\.mma_async\S+ .* "
+        r"with no synchronisation between them",
+        line="cute.copy(atom, copy.retile(rO)",
+        other="cute.gemm(",
+    ),
+    Fault(
+        "no proxy fence between writing O and storing it",
+        {"cute.arch.fence_view_async_shared()": "pass"},
+        kind="missing proxy fence",
+        message=rf"read {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix\S+ .* "
+        r"without fence\.proxy\.async between them",
+        line="cute.copy(args.store_o,",
+        other="cute.copy(atom, copy.retile(rO)",
+    ),
+    Fault(
+        "the slab is lent again while the store of O may still read it",
+        {"cute.arch.cp_async_bulk_wait_group(0, read=True)": "pass"},
+        kind="race",
+        message=rf"write {AT_BYTE} read of the bulk copies of warp [48] lane 0 at {OTHER}: "
+        r"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them",
+        line="cute.copy(args.load_q,",
+        other="cute.copy(args.store_o,",
+        ctas=1,
+    ),
+    Fault(
+        "a CTA ends while the store of O may still read its shared memory",
+        {"cute.arch.cp_async_bulk_wait_group(0, read=True)": "pass"},
+        kind="unfinished copy",
+        message=r"the CTA ends while a bulk copy may still read its shared memory",
+        line="cute.copy(args.store_o,",
+    ),
+    Fault(
+        "S is used while its product may still write it",
+        {"warpgroup.wait_group(1)  # S is there": "warpgroup.wait_group(2)"},
+        kind="register in flight",
+        message=rf"a register is used while a wgmma .* may still write or read it .*{CONSUMERS}",
+        line="else cute.arch.fmax(a, b)",
+    ),
+    Fault(
+        "O is rescaled while a product still adds to it",
+        {"warpgroup.wait_group(0)  # O is there, P is read": "warpgroup.wait_group(1)"},
+        kind="register in flight",
+        message=rf"a register is used while a wgmma .* may still write or read it .*{CONSUMERS}",
+        line="acc[r, None].store(acc[r, None].load() * factor[r])",
+    ),
+    Fault(
+        "the LSE of the last row is not written",
+        {"if row < rows.mask.len_q:": "if row < rows.mask.len_q - 1:"},
+        kind="unwritten output",
+        message=r"4 bytes of argument 4 are never written, the first at index \(0, 0, 199\)",
+        line="",
+    ),
+    Fault(
+        "the rows of O past the last whole slab are not written",
+        {
+            "if share.thread < WARP_THREADS:": (
+                "if share.thread < WARP_THREADS and rows.first + WGMMA_ROWS <= rows.mask.len_q:"
+            )
+        },
+        kind="unwritten output",
+        message=r"512 bytes of argument 3 are never written, the first at index \(0, 192, 0, 0\)",
+        line="",
+    ),
+    Fault(
+        "the tensor map of O ends at a whole slab, past the tensor",
+        {
+            "store_o, tma_o = self.tma(store, o, layouts.o, self.shape_o)": (
+                "shape = (o.shape[0], cute.round_up(o.shape[1], WGMMA_ROWS), *o.shape[2:])\n"
+                "        whole = cute.make_layout(shape, stride=o.stride)\n"
+                "        padded = cute.make_tensor(o.iterator, whole)\n"
+                "        store_o, tma_o = self.tma(store, padded, layouts.o, self.shape_o)"
+            )
+        },
+        kind="out of bounds",
+        message=r"write of global memory \[0x\w+, 0x\w+\): 3583 bytes past the end of argument 3",
+        line="cute.copy(args.store_o,",
+    ),
+    Fault(
+        "shared buffers are aligned for vectors, not for TMA",
+        {"byte_alignment=SWIZZLE_BYTES": "byte_alignment=16"},
+        kind="misaligned",
+        message=r"box at shared address 0x450: 128-byte alignment is needed",
+        line="cute.copy(args.load_q,",
+        file="layouts/smem.py",
+    ),
+    Fault(
+        "one row too few is announced for K",
+        {"k_bytes=tiles.k_bytes,": "k_bytes=tiles.k_bytes - tiles.k_bytes // tiles.tile_kv,"},
+        kind="deadlock",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: mbarrier\S+ .*: "
+        r"mbarrier at byte 16 of shared memory: waits for phase of parity 0, present phase has "
+        r"parity 0, 0 of 1 arrivals missing and 64 bytes over those expected\n",
+        line="k = load_k.wait_and_advance()",
+        other="k = load_k.wait_and_advance()",
+    ),
+    Fault(
+        "one row too many is announced for V",
+        {"v_bytes=tiles.v_bytes,": "v_bytes=tiles.v_bytes + tiles.v_bytes // tiles.tile_kv,"},
+        kind="deadlock",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: mbarrier\S+ .*: "
+        r"mbarrier at byte 48 of shared memory: waits for phase of parity 0, present phase has "
+        r"parity 0, 0 of 1 arrivals and 64 bytes missing\n",
+        line="v = load_v.wait_and_advance()",
+        other="v = load_v.wait_and_advance()",
+    ),
+    Fault(
+        "nobody fills the last stage of V",
+        {"cutlass.range(kv_end + 1, unroll=1)": "cutlass.range(kv_end, unroll=1)"},
+        kind="deadlock",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: mbarrier\S+ .*: "
+        r"mbarrier at byte 48 of shared memory: waits for phase of parity 0, present phase has "
+        r"parity 0, 1 of 1 arrivals and 0 bytes missing\n",
+        line="v = load_v.wait_and_advance()",
+        other="v = load_v.wait_and_advance()",
+    ),
+    Fault(
+        "a barrier waits for a warp that does not come",
+        {"number_of_threads=threads)  # O is written": "number_of_threads=threads + WARP_THREADS)"},
+        kind="deadlock",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: bar\.sync .*: "
+        r"barrier 1 has 128 of 160 threads",
+        line="number_of_threads=threads + WARP_THREADS)",
+        other="number_of_threads=threads + WARP_THREADS)",
+    ),
+    Fault(
+        "the producer keeps its registers",
+        {"cute.arch.setmaxregister_decrease(tiles.registers_load)": "pass"},
+        kind="deadlock",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: setmaxnreg.*: "
+        r"setmaxnreg\.inc to 240 needs 9216 registers of the SM's file and 1024 are free",
+        line="cute.arch.setmaxregister_increase(tiles.registers_consume)",
+        other="cute.arch.setmaxregister_increase(tiles.registers_consume)",
+    ),
+]
+
+
+def findings(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> list[emulator.Finding]:
+    """What the checker says of the kernel with the fault in it."""
+    kernel = edited(fault, folder, patch).FwdSm90(fault.facts, TILES)
+    compiled = loader.compile(
+        kernel, *kernel.fake_arguments(), arch="sm_90a", options="--enable-tvm-ffi"
+    )
+    torch.manual_seed(0)  # and a scale at which the maxima keep rising, so that O is rescaled
+    shapes = [(1, length, 1, 32) for length in (LEN_Q, LEN_KV, LEN_KV)]
+    q, k, v = (torch.randn(shape).bfloat16() for shape in shapes)
+    out, lse = torch.empty_like(q), torch.empty(1, 1, LEN_Q)
+    session = Session(emulator.Options(raise_on_fault=False))
+
+    def launch(launch: loader.Launch) -> None:
+        session.launch(replace(launch, grid=(fault.ctas, 1, 1)) if fault.ctas else launch)
+
+    with loader.intercept(launch):
+        session.call(compiled, q, k, v, out, lse, 2.0, outputs=(out, lse))
+    return session.report.findings
+
+
+def edited(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> Any:
+    """The module of the kernel, with the fault in the file that has it."""
+    source = PACKAGE / fault.file
+    text = source.read_text()
+    for old, new in fault.edits.items():
+        assert text.count(old) == 1, f"{fault.file} holds no single {old!r}"
+        text = text.replace(old, new)
+    copy = folder / source.name
+    copy.write_text(text)
+    kernel = "kernels/fwd_sm90.py"
+    if fault.file != kernel:
+        _load(fault.file, copy, patch)
+        return _load(kernel, PACKAGE / kernel, patch)
+    return _load(kernel, copy, patch)
+
+
+def _load(file: str, path: Path, patch: pytest.MonkeyPatch) -> Any:
+    """`path` as the package's module `file`, until `patch` is undone."""
+    name = f"hopwell.{file.removesuffix('.py').replace('/', '.')}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    patch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def line_of(finding: emulator.Finding) -> str:
+    """The source line that a finding points at."""
+    return linecache.getline(finding.file, finding.line).strip()
+
+
+def other_line(found: re.Match[str], folder: Path) -> str:
+    """The source line that `OTHER` matched, in the edited file or in one of the package's."""
+    name, line = found["file"], int(found["line"])
+    copy = folder / name
+    path = copy if copy.exists() else next(PACKAGE.glob(f"*/{name}"))
+    return linecache.getline(str(path), line).strip()
