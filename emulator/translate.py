@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import CodeType
 
 import numpy as np
@@ -170,12 +170,26 @@ class Program:
                     lines += self._touch([p for batch in item for p in batch])
                 for batch in item:
                     lines += self._batch(batch, masked)
-                    if trace and batch[0].letter == "f":
-                        rows = [self.rows[p.dst] for p in batch]
-                        lines.append(f"born({rows}, {[p.site for p in batch]}, m)")
+                    traced = [p for p in batch if trace and p.letter == "f" and p.dst in self.valued]
+                    if traced:
+                        rows, sites = [self.rows[p.dst] for p in traced], [p.site for p in traced]
+                        lines.append(f"born({rows}, {sites}, m)")
         if not ended:
             lines.append(f"return {pc + 1 if pc + 1 < len(self.blocks) else -1}")
         return "def block(m):\n " + "\n ".join(lines) + "\n"
+
+    @cached_property
+    def valued(self) -> set[str]:
+        """Registers whose value may go into an effect, and is not only compared."""
+        steps = [step for code in self.blocks for step in code.steps]
+        valued = {register for step in steps if isinstance(step, Effect) for register in step.reads}
+        before = -1
+        while len(valued) > before:
+            before = len(valued)
+            for step in reversed(steps):
+                if isinstance(step, Pure) and step.letter != "p" and step.dst in valued:
+                    valued.update(str(value) for kind, value in step.srcs if kind not in "cnp")
+        return valued
 
     def _touch(self, pures: list[Pure]) -> list[str]:
         reads = self.mask_of(r for p in pures for r in p.reads())
