@@ -251,8 +251,8 @@ def pack_bf16(high: Array, low: Array, rounding: str = "rn") -> Array:
     return (f32_to_bf16(high, rounding).astype(u32) << u32(16)) | f32_to_bf16(low, rounding)
 
 
-def pack_f16(high: Array, low: Array) -> Array:
-    return (f32_to_f16(high).astype(u32) << u32(16)) | f32_to_f16(low)
+def pack_f16(high: Array, low: Array, rounding: str = "rn") -> Array:
+    return (f32_to_f16(high, rounding).astype(u32) << u32(16)) | f32_to_f16(low, rounding)
 
 
 def f32_to_f16(x: Array, rounding: str = "rn") -> Array:
@@ -280,9 +280,11 @@ def packed(kind: str, op: str, *args: Array) -> Array:
     """One operation on packed f16x2 / bf16x2 words: each half computed wide and rounded once."""
     split = [halves(x, kind) for x in args]
     out = []
+    function, saturates = HALF_OPS[op.removesuffix(".sat")], op.endswith(".sat")
     for side in (0, 1):
-        wide = [s[side].astype(f64) for s in split]
-        out.append(HALF_OPS[op](*wide).astype(f32) if kind == "bf16x2" else HALF_OPS[op](*wide))
+        wide = function(*(s[side].astype(f64) for s in split))
+        wide = saturate(wide) if saturates else wide
+        out.append(wide.astype(f32) if kind == "bf16x2" else wide)
     return (pack_bf16 if kind == "bf16x2" else _pack_f16_wide)(*out)
 
 
