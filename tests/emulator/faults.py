@@ -144,6 +144,15 @@ FAULTS = [
         line="acc[r, None].store(acc[r, None].load() * factor[r])",
     ),
     Fault(
+        "infinity minus infinity, where a tile hides a row wholly",
+        {"pivot = Float32(0.0) if new == self.hidden else new": "pivot = new"},
+        kind="nan",
+        message=rf"an output holds NaN though no input does; .* by thread 128 .*{CONSUMERS}",
+        line="(old - pivot) * self.scale_log2",
+        file="kernels/online_softmax.py",
+        facts=CAUSAL,
+    ),
+    Fault(
         "the LSE of the last row is not written",
         {"if row < rows.mask.len_q:": "if row < rows.mask.len_q - 1:"},
         kind="unwritten output",
