@@ -293,8 +293,14 @@ def _pack_f16_wide(high: Array, low: Array) -> Array:
     return (halves16[0].astype(u32) << u32(16)) | halves16[1]
 
 
+def _max(a: Array, b: Array) -> Array:
+    """The greater, or the one that is a number; +0 is greater than -0, which fmax leaves open."""
+    return np.where((a == 0) & (b == 0), a + b, np.fmax(a, b))
+
+
 HALF_OPS = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.fmin, "max": np.fmax,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": _max,
+    "min": lambda a, b: -_max(-a, -b),
     "min.NaN": np.minimum, "max.NaN": np.maximum, "neg": np.negative, "abs": np.abs,
     "fma": lambda a, b, c: a * b + c, "fma.relu": lambda a, b, c: np.maximum(a * b + c, 0),
     "ex2": np.exp2, "tanh": np.tanh,
