@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .kernels import numeric as nm
 from .kernels import scalar
-from .kernels.launch import launch, once
+from .kernels.launch import ON_GPU, launch, once
 from .kernels.scalar import SAMPLES, WIDTH, Op
 from .kernels.scalar_tables import TABLES
 
@@ -71,3 +71,12 @@ def test_instruction(table: str, index: int) -> None:
         for i in bad[:5]
     ]
     assert not len(bad), f"{op.ptx()}: {len(bad)} of {SAMPLES} wrong: " + "; ".join(shown)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU knows every instruction")
+def test_unknown_instruction() -> None:
+    """Neither guessed nor skipped: refused, with the instruction and its place in the source."""
+    carry = "{ .reg .b32 x; add.cc.u32 x, $1, $1; addc.u32 $0, x, 0; }"
+    op = Op("add.cc.u32", "r:r", lambda a: a, ("int",), text=carry)
+    with pytest.raises(NotImplementedError, match=r"`add\.cc\.u32 x.*scalar\.py:\d+"):
+        evaluate([op])

@@ -62,13 +62,18 @@ def _clamped(a: Any, b: Any) -> Any:
     return cutlass.min(cutlass.max(a, Int32(-100)), Int32(100)) + b
 
 
+def _remainder(a: int, b: int) -> int:
+    """The DSL's %: of the quotient rounded towards zero, though its // rounds down."""
+    return int(math.fmod(a, b))
+
+
 INTEGERS: list[IntegerOp] = [
     IntegerOp("a + b", lambda a, b: a + b, lambda a, b: a + b),
     IntegerOp("a * b - 3", lambda a, b: a * b - 3, lambda a, b: a * b - 3),
     IntegerOp("a // b", lambda a, b: a // b, lambda a, b: a // b),
-    IntegerOp("a % b", lambda a, b: a % b, lambda a, b: a % b),
+    IntegerOp("a % b", lambda a, b: a % b, _remainder),
     IntegerOp("a // 7", lambda a, b: a // 7, lambda a, b: a // 7),
-    IntegerOp("a % 24", lambda a, b: a % 24, lambda a, b: a % 24),
+    IntegerOp("a % 24", lambda a, b: a % 24, lambda a, b: _remainder(a, 24)),
     IntegerOp("a // 8", lambda a, b: a // 8, lambda a, b: a // 8),
     IntegerOp("-a", lambda a, b: -a, lambda a, b: -a),
     IntegerOp("~a & b | 5", lambda a, b: ~a & b | 5, lambda a, b: ~a & b | 5),

@@ -288,13 +288,6 @@ def _arithmetic() -> list[Op]:
         op("neg.s64", "d:d", lambda a: -a),
         sop("min.s64", "d:dd", np.minimum, width=64),
         op("max.u64", "d:dd", np.maximum),
-        op(
-            "add.cc.u32+addc.u32",
-            "d:rrrr",
-            lambda a, b, c, d: (b << 32 | a) + (d << 32 | c),
-            text="{ .reg .b32 x, y; add.cc.u32 x, $1, $3; addc.u32 y, $2, $4;"
-            " mov.b64 $0, {x, y}; }",
-        ),
     ]
     for name, relation in RELATIONS.items():
         ops += [
@@ -675,16 +668,7 @@ def _packed() -> list[Op]:
             kinds = "h:" + "h" * count
             f = half(fmt, functions[name])
             ops.append(op(f"{name}.{fmt}", kinds, f, *[fmt] * count, result=fmt))
-        ops += [
-            op(f"setp.lt.{fmt}", "p:hh", lambda a, b, d=decode: d(a) < d(b), fmt, fmt),
-            op(
-                f"setp.gt.{fmt}x2",
-                "r:rr",
-                lambda a, b, d=decode: (d(a) > d(b)) * 1 + (d(a >> 16) > d(b >> 16)) * 2,
-                *[f"{fmt}x2"] * 2,
-                text=both(f"setp.gt.{fmt}x2 p|q, $1, $2;", ""),
-            ),
-        ]
+        ops.append(op(f"setp.lt.{fmt}", "p:hh", lambda a, b, d=decode: d(a) < d(b), fmt, fmt))
 
     def approximate(opcode: str, f: Expect, rtol: float = 0.0, atol: float = 0.0) -> Op:
         fmt = "bf16" if "bf16" in opcode else "f16"

@@ -100,24 +100,24 @@ def build_reductions() -> Any:
     return compile(host, fake(Uint32, (128,)), fake(Uint32, (4, 128)))
 
 
-MBARRIER_STEPS = 8
+MBARRIER_STEPS = 7
 
 
 def build_mbarrier() -> Any:
     """An mbarrier's life, told by one warp; the second warp arrives for the last phase.
 
-    result (MBARRIER_STEPS,) u32: [0] pending count before the first arrive, as its token has it,
-    [1] test_wait of the unfinished phase, [2] of the finished one by its token, [3] by parity,
-    [4] parity 0 after an arrive with count 2 finished phase 1 (parity 1), [5] a phase with
-    expect_tx and complete_tx while bytes are missing, [6] and when they are there, [7] after the
-    other warp's 32 arrivals."""
+    (source (8,) u32; result (MBARRIER_STEPS,) u32): [0] test_wait of the unfinished phase, [1] of
+    the finished one by its token, [2] by parity, [3] parity 0 after an arrive with count 2 finished
+    phase 1 (parity 1), [4] a phase whose arrivals are complete and whose bytes are not, [5] that
+    phase once two bulk copies have brought them, [6] after the other warp's 32 arrivals."""
 
     test = "{{ .reg .pred p; {} selp.b32 $0, 1, 0, p; }}"
 
     @cute.kernel
-    def life(result: cute.Tensor) -> None:
+    def life(source: cute.Tensor, result: cute.Tensor) -> None:
         thread, _, _ = cute.arch.thread_idx()
         smem = SmemAllocator()
+        target = smem.allocate_tensor(Uint32, cute.make_layout(8), byte_alignment=16)
         barrier = smem.allocate_array(Int64, 2)
         first = barrier.toint().to(Uint32)
         second = (barrier + 1).toint().to(Uint32)
@@ -128,24 +128,29 @@ def build_mbarrier() -> Any:
         cute.arch.sync_threads()
         if thread == 0:
             (token,) = asm("mbarrier.arrive.shared.b64 $0, [$1];", (Uint64,), first)
-            (pending,) = asm("mbarrier.pending_count.b64 $0, $1;", (Uint32,), token)
-            result[0] = pending
             by_token = "mbarrier.test_wait.shared.b64 p, [$1], $2;"
             by_parity = "mbarrier.test_wait.parity.shared.b64 p, [$1], {};"
-            (result[1],) = asm(test.format(by_token), (Uint32,), first, token)
+            (result[0],) = asm(test.format(by_token), (Uint32,), first, token)
             asm("mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", (), first)
-            (result[2],) = asm(test.format(by_token), (Uint32,), first, token)
-            (result[3],) = asm(test.format(by_parity.format(0)), (Uint32,), first)
+            (result[1],) = asm(test.format(by_token), (Uint32,), first, token)
+            (result[2],) = asm(test.format(by_parity.format(0)), (Uint32,), first)
             asm("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [$0], 2; }", (), first)
-            (result[4],) = asm(test.format(by_parity.format(0)), (Uint32,), first)
-            asm("mbarrier.arrive.expect_tx.shared.b64 _, [$0], 48;", (), first)
-            asm("mbarrier.arrive.shared.b64 _, [$0];", (), first)
-            asm("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [$0], 16;", (), first)
+            (result[3],) = asm(test.format(by_parity.format(0)), (Uint32,), first)
+            asm("mbarrier.arrive.expect_tx.shared.b64 _, [$0], 16;", (), first)
             asm("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], 16;", (), first)
-            asm("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [$0], 32;", (), first)
-            (result[5],) = asm(test.format(by_parity.format(0)), (Uint32,), first)
-            asm("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [$0], 16;", (), first)
-            (result[6],) = asm(
+            asm("mbarrier.arrive.shared.b64 _, [$0];", (), first)
+            (result[4],) = asm(test.format(by_parity.format(0)), (Uint32,), first)
+            for i in cutlass.range_constexpr(2):
+                asm(
+                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                    " [$0], [$1], 16, [$2];",
+                    (),
+                    (target.iterator + 4 * i).toint().to(Uint32),
+                    (source.iterator + 4 * i).toint().to(Uint64),
+                    first,
+                )
+            cute.arch.mbarrier_wait(barrier, 0)
+            (result[5],) = asm(
                 test.format("mbarrier.try_wait.parity.shared::cta.b64 p, [$1], 0, 1000;"),
                 (Uint32,),
                 first,
@@ -159,15 +164,15 @@ def build_mbarrier() -> Any:
                 (),
                 second,
             )
-            (result[7],) = asm(test.format(by_parity.format(0)), (Uint32,), second)
+            (result[6],) = asm(test.format(by_parity.format(0)), (Uint32,), second)
         if thread >= 32:
             asm("mbarrier.arrive.shared.b64 _, [$0];", (), second)
 
     @cute.jit
-    def host(result: cute.Tensor) -> None:
-        life(result).launch(grid=(1, 1, 1), block=(64, 1, 1))
+    def host(source: cute.Tensor, result: cute.Tensor) -> None:
+        life(source, result).launch(grid=(1, 1, 1), block=(64, 1, 1))
 
-    return compile(host, fake(Uint32, (MBARRIER_STEPS,)))
+    return compile(host, fake(Uint32, (8,)), fake(Uint32, (MBARRIER_STEPS,)))
 
 
 def build_timers() -> Any:
