@@ -170,8 +170,8 @@ class Program:
                     lines += self._touch([p for batch in item for p in batch])
                 for batch in item:
                     lines += self._batch(batch, masked)
-                    traced = [p for p in batch if trace and p.letter == "f" and p.dst in self.valued]
-                    if traced:
+                    floats = trace and batch[0].letter == "f"
+                    if traced := [p for p in batch if floats and p.dst in self.valued]:
                         rows, sites = [self.rows[p.dst] for p in traced], [p.site for p in traced]
                         lines.append(f"born({rows}, {sites}, m)")
         if not ended:
