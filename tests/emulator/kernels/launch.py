@@ -7,7 +7,8 @@ machine, which shows that what they expect of the emulator is what the hardware 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -19,6 +20,20 @@ T = TypeVar("T")
 ON_GPU = os.environ.get("HOPWELL_TEST_ON_GPU") == "1"
 if not ON_GPU:
     from hopwell import emulator
+
+
+_order: tuple[Any, int] = ("eager", 0)
+
+
+@contextmanager
+def ordered(order: str, seed: int = 0) -> Iterator[None]:
+    """Within the block the emulator completes asynchronous work in this order."""
+    global _order
+    before, _order = _order, (order, seed)
+    try:
+        yield
+    finally:
+        _order = before
 
 
 def once(function: Callable[[], T]) -> Callable[[], T]:
@@ -73,4 +88,6 @@ def launch(compiled: Any, *args: Any, outputs: Sequence[torch.Tensor]) -> Any:
         for host, device in zip(hosts, devices, strict=True):
             host.copy_(device)
         return None
-    return emulator.run(compiled, *args, outputs=outputs)
+    return emulator.run(
+        compiled, *args, outputs=outputs, options=emulator.Options(order=_order[0], seed=_order[1])
+    )
