@@ -110,6 +110,8 @@ class Emitter:
             return ("n", special.group(1) + (special.group(2) or "").replace(".", "_"))
         if value in self.kernel.shared:
             return ("n", f"shared_address('{value}')")
+        if value in self.kernel.local:
+            return ("c", Constant("U", self.kernel.local[value]))
         for param in self.kernel.params:
             if param.name == value:
                 return ("n", f"param_address({param.offset})")

@@ -100,6 +100,8 @@ class Instructions:
         self.cp_groups: list[list[Callable[[], None]]] = []
         self.cluster_ticket = [0] * self.warp_count
         self.mbar_inits: list[Mbarrier] = []
+        self.local = np.zeros((self.lanes, self.program.kernel.local_bytes), np.uint8)
+        self.local_written = np.zeros(self.local.shape, bool)
         names = [f"wgmma of warp {self.first // 32 + w}" for w in self.all_warps]
         self.wgmma_agents = [
             self.clocks.agent(("wgmma", self.warp0 + w), names[w]) for w in self.all_warps
@@ -556,6 +558,31 @@ class Instructions:
         return self.st_global(addresses, size, values, m, site)
 
     ld_const = ld_generic
+
+    def _local_bytes(self, addresses: Any, n: int, m: Mask, site: int) -> tuple[Any, Any]:
+        """(active lanes, the n bytes that each of them names), to index local memory with."""
+        lanes = self._active(m)
+        at = np.broadcast_to(np.asarray(addresses), (self.lanes,))[lanes].astype(np.int64)
+        if int(at.min()) < 0 or int(at.max()) + n > self.local.shape[1]:
+            self.report("out of bounds", f"local address {int(at.max())} of a thread's "
+                        f"{self.local.shape[1]} bytes of local memory", site, fatal=True)  # fmt: skip
+        return lanes[:, None], at[:, None] + np.arange(n)
+
+    def ld_local(self, addresses: Any, size: int, count: int, m: Mask, site: int) -> NDArray[Any]:
+        lanes, at = self._local_bytes(addresses, size * count, m, site)
+        if self.check and not self.local_written[lanes, at].all():
+            self.report("uninitialised read", "local memory is read before it is written", site)
+        out = np.zeros((self.lanes, count), UINT[size])
+        out[lanes[:, 0]] = self.local[lanes, at].view(UINT[size])
+        return out.T
+
+    def st_local(self, addresses: Any, size: int, values: tuple, m: Mask, site: int) -> None:
+        lanes, at = self._local_bytes(addresses, size * len(values), m, site)
+        words = np.empty((self.lanes, len(values)), UINT[size])
+        for i, value in enumerate(values):
+            words[:, i] = np.asarray(value).astype(UINT[size], copy=False)
+        self.local[lanes, at] = words[lanes[:, 0]].view(np.uint8)
+        self.local_written[lanes, at] = True
 
     def ld_param(self, address: Any, size: int, count: int) -> NDArray[Any]:
         raw = self.machine.parameter_bytes

@@ -93,6 +93,8 @@ class Kernel:
     threads: tuple[int, int, int] | None
     arch: str
     instructions: list[Instruction]
+    local: dict[str, int]  # variable -> byte offset in each thread's local memory
+    local_bytes: int
 
 
 SHARED_BASE = 1024  # the first KiB of a CTA's shared memory belongs to the system
@@ -104,6 +106,8 @@ STOPS = (
     "match.", "elect.", "wgmma.", "setmaxnreg.", "activemask", "ldmatrix.", "stmatrix.",
     "movmatrix.", "mma.", "tcgen05.", "nanosleep",
 )  # fmt: skip
+_WHOLE_WARP = ("ldmatrix.", "stmatrix.", "movmatrix.")
+_MEMBERS = ("shfl.", "vote.", "redux.", "match.", "elect.", "bar.warp.")  # mask is the last operand
 _JUMPS = ("bra", "ret", "exit", "trap", "brx")
 
 
@@ -192,6 +196,8 @@ class _Parser:
         self.registers: dict[str, str] = {}
         self.shared: dict[str, int] = {}
         self.shared_static = 0
+        self.local: dict[str, int] = {}
+        self.local_bytes = 0
         self.dynamic: list[str] = []
         self.serial = 0
         self.files: dict[str, str] = dict(
@@ -239,7 +245,7 @@ class _Parser:
         return name
 
     def declare(self, statement: str) -> bool:
-        """Handles `.reg`, `.shared` and pragmas; False if `statement` is not a declaration."""
+        """Handles `.reg`, `.shared`, `.local`, pragmas; False if it is not a declaration."""
         if statement.startswith(".reg"):
             kind, names = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.+)", statement).groups()  # pyright: ignore[reportOptionalMemberAccess]
             cls = "pred" if kind == "pred" else _CLASS[kind.lstrip("busf")]
@@ -262,6 +268,11 @@ class _Parser:
                 start = -(-self.shared_static // step) * step
                 self.shared[name] = start
                 self.shared_static = start + int(bits) // 8 * int(count or 1)
+            return True
+        if found := re.fullmatch(r"\.local\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]", statement):
+            align, name, size = found.groups()
+            self.local[name] = -(-self.local_bytes // int(align)) * int(align)
+            self.local_bytes = self.local[name] + int(size)
             return True
         return statement.startswith((".pragma", ".extern", ".visible", ".weak", ".maxn", ".minn"))
 
@@ -353,14 +364,27 @@ def _instruction(
     return Instruction(opcode, operands, predicate, negated, statement, frames, span)
 
 
+def _gathers(ins: Instruction) -> int:
+    """Which lanes are surely together once it executes: 2 a warpgroup's, 1 a warp's, 0 unknown."""
+    if ins.predicate:
+        return 0
+    if ins.opcode.startswith("wgmma."):
+        return 2
+    whole = ins.opcode.startswith(_MEMBERS) and ins.operands[-1] in (-1, 0xFFFFFFFF)
+    return int(whole or ins.opcode.startswith(_WHOLE_WARP))
+
+
 def _blocks(entry, params, parser, items, threads, arch) -> Kernel:
     blocks: list[Block] = [Block(0)]
     labels: dict[str, int] = {}
     instructions: list[Instruction] = []
+    gathered = 0  # by the block so far: who has met need not wait for one another again
 
     def fresh() -> None:
+        nonlocal gathered
         if blocks[-1].instructions:
             blocks.append(Block(len(blocks)))
+            gathered = 0
 
     for item in items:
         if isinstance(item, str):
@@ -369,8 +393,10 @@ def _blocks(entry, params, parser, items, threads, arch) -> Kernel:
             continue
         item.index = len(instructions)
         instructions.append(item)
-        if item.opcode.startswith(STOPS):
+        gathers = _gathers(item)
+        if item.opcode.startswith(STOPS) and not 0 < gathers <= gathered:
             fresh()
+        gathered = max(gathered, gathers)
         blocks[-1].instructions.append(item)
         if item.parts[0] in _JUMPS:
             fresh()
@@ -384,5 +410,5 @@ def _blocks(entry, params, parser, items, threads, arch) -> Kernel:
         parser.shared[name] = -1  # dynamic shared memory: placed behind the static part at launch
     return Kernel(
         entry, params, parser.registers, parser.shared, parser.shared_static, blocks, labels,
-        threads, arch, instructions,
+        threads, arch, instructions, parser.local, parser.local_bytes,
     )  # fmt: skip

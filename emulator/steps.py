@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -80,6 +80,49 @@ class Effect:
     site: int
     jump: bool = False
     asynchronous: bool = False  # wgmma: its registers are in flight, not touched
+
+
+@dataclass(slots=True)
+class Products(Effect):
+    """wgmmas into one accumulator, one behind the other: they run as one, over a longer K."""
+
+    accumulator: tuple[str, ...] = ()
+    kind: str = ""  # the arguments they share
+    registers: tuple[str, ...] = ()  # of A, if it comes from there
+    a: list[str] = field(default_factory=list)  # its descriptors else
+    b: list[str] = field(default_factory=list)
+    scales: list[str] = field(default_factory=list)
+    sites: list[int] = field(default_factory=list)
+
+    def join(self, other: Products) -> bool:
+        """Takes over the products of `other` if it may follow at once."""
+        if (
+            (self.accumulator, self.kind) != (other.accumulator, other.kind)
+            or bool(self.registers) != bool(other.registers)
+            or self.guard or other.guard or "'f32'" not in self.kind
+        ):  # fmt: skip
+            return False
+        self.reads += other.reads
+        self.registers += other.registers
+        for name in ("a", "b", "scales", "sites"):
+            getattr(self, name).extend(getattr(other, name))
+        return True
+
+    def leaves(self, pure: Pure) -> bool:
+        """Whether `pure` may as well run before the products as behind them."""
+        mine = {*self.accumulator, *self.registers}
+        return pure.dst not in self.reads and mine.isdisjoint(pure.reads())
+
+    def finish(self) -> None:
+        """Writes the line of code."""
+        if self.registers:
+            a = f"{{u*:{' '.join(self.registers)}}}"
+        else:
+            a = f"({', '.join(self.a)},)"
+        letter = {"s32": "i", "f16": "u"}.get(self.kind.split("'")[1], "f")
+        acc = f"{{{letter}*:{' '.join(self.accumulator)}}}"
+        b, scales = ", ".join(self.b), ", ".join(self.scales)
+        self.lines = [f"wgmma({acc}, {a}, ({b},), ({scales},), {tuple(self.sites)}, {self.kind})"]
 
 
 def literal(value: object) -> str:

@@ -92,7 +92,8 @@ class Operand:
     """How to gather one operand from shared memory; its arrays are shared and read-only."""
 
     granules: NDArray[np.int64]  # indices (address >> 4) in gathering order, each once
-    touched: NDArray[np.int64]  # the same, ascending
+    touched: NDArray[np.int64] | slice  # the same, ascending
+    last: int  # the highest of them
     rows: int
     shape: tuple[int, ...]  # of the gathered elements
     axes: tuple[int, ...]  # that make them (k, rows in fragment order), rows maybe as two axes
@@ -132,7 +133,10 @@ def operand(
     granules = granules.ravel() >> 4
     touched = np.unique(granules)
     granules.flags.writeable = touched.flags.writeable = False
-    return Operand(granules, touched, rows, shape, axes)
+    first, last = int(touched[0]), int(touched[-1])
+    if last - first + 1 == len(touched):
+        touched = slice(first, last + 1)
+    return Operand(granules, touched, last, rows, shape, axes)
 
 
 def _fragment_rows(role: Literal["a", "b"], rows: int) -> NDArray[np.int64]:
@@ -162,18 +166,19 @@ def load(plan: Operand, smem: np.ndarray, dtype: str) -> NDArray[np.float32]:
 
 
 def a_from_registers(regs: NDArray[np.uint32], dtype: str) -> NDArray[np.float32]:
-    """A of one wgmma from a warpgroup's registers.
+    """A of wgmmas that follow each other along K from a warpgroup's registers.
 
     Register 2p + h of lane 32w + 4g + q holds row 16w + 8h + g; counted in registers, k is 4p + q.
 
     Args:
-        regs: [4, 128].
+        regs: [4 * wgmmas, 128].
         dtype: as for `load`.
 
     Returns:
         f32 [K, 64 rows in fragment order].
     """
-    raw = regs.view(RAW[dtype]).reshape(2, 64, 4, -1)  # [p, (h, w, g), q, element of a register]
+    pairs = len(regs) // 2  # [p, (h, w, g), q, element of a register]
+    raw = regs.view(RAW[dtype]).reshape(pairs, 64, 4, -1)
     return to_f32(raw.transpose(0, 2, 3, 1), dtype).reshape(-1, 64)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from . import ptx
 from .emit import Emitter
 from .ptx import Instruction, Kernel
-from .steps import DTYPE, Constant, Effect, Pure, literal
+from .steps import DTYPE, Constant, Effect, Products, Pure, literal
 
 CLASSES = ("issue", "mufu", "fma", "tensor", "shared", "global", "sync")
 _MUFU = ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh")
@@ -44,6 +44,8 @@ class Program:
         self.names: dict[str, tuple[str, int | slice]] = {}  # view name -> (letter, rows)
         self.constants: dict[str, np.ndarray] = {}
         self.tracked: dict[str, int] = {}  # registers of wgmma operands -> bit
+        # Of a run of operations by its first site: what each one reads, writes, and its site.
+        self.touches: dict[int, list[tuple[int, int, int]]] = {}
         self._code: dict[tuple[int, bool, bool, bool], CodeType] = {}
         self.blocks = [BlockCode() for _ in kernel.blocks]
         self.falls = [b.index + 1 for b in kernel.blocks]
@@ -55,7 +57,7 @@ class Program:
                 self._classify(block.index, instruction)
         self._track()
         for code in self.blocks:
-            code.batches = _batches(code.steps)
+            code.batches = _batches(_join(code.steps))
         self._allocate()
 
     def _classify(self, block: int, ins: Instruction) -> None:
@@ -192,9 +194,14 @@ class Program:
         return valued
 
     def _touch(self, pures: list[Pure]) -> list[str]:
+        site = pures[0].site
+        self.touches[site] = [
+            (self.mask_of(p.reads()), self.mask_of([p.dst]), p.site)
+            for p in sorted(pures, key=lambda p: p.site)
+        ]
         reads = self.mask_of(r for p in pures for r in p.reads())
         writes = self.mask_of(p.dst for p in pures)
-        return [f"touch({reads}, {writes}, {pures[0].site})"] if reads | writes else []
+        return [f"touch({reads}, {writes}, {site})"] if reads | writes else []
 
     def _effect(self, item: Effect, masked: bool, check: bool) -> list[str]:
         lines: list[str] = []
@@ -243,7 +250,7 @@ class Program:
         value = (
             f"{pure.code}({', '.join(args)}{pure.options})"
             if pure.direct
-            else pure.code.format(*args)
+            else pure.code.format(*args, m="m" if masked else "None", site=pure.site)
         )
         if pure.letter == "X":
             where = f"{where}[:, None]" if where else ""
@@ -303,6 +310,24 @@ class _Names:
                 return f"{pad}{target} = where({self.mask}, {value}, {target})"
             return f"{pad}copyto({target}, {value}, 'unsafe', {self.mask})"
         return self._pattern.sub(fill, line).replace("{m}", self.mask)
+
+
+def _join(steps: list[Pure | Effect]) -> list[Pure | Effect]:
+    """Makes one of wgmmas that follow one another; what stands between them moves before them."""
+    out: list[Pure | Effect] = []
+    products: Products | None = None
+    for step in steps:
+        if products and isinstance(step, Products) and products.join(step):
+            continue
+        if products and isinstance(step, Pure) and products.leaves(step):
+            out.insert(-1, step)
+            continue
+        products = step if isinstance(step, Products) else None
+        out.append(step)
+    for step in out:
+        if isinstance(step, Products):
+            step.finish()
+    return out
 
 
 def _batches(steps: list[Pure | Effect]) -> list[list[list[Pure]] | Effect]:
