@@ -191,7 +191,7 @@ def _arith(e: Emitter, ins: Instruction) -> None:
     dst, *args = ins.operands
     mods = ins.parts[1:-1]
     if "cc" in mods:
-        raise Unknown
+        return _with_carry(e, ins)
     if "ftz" in mods:
         name = {"min": "fmin", "max": "fmax"}.get(head, _UFUNC[head])
         return _flushed(e, ins, f"{name}({{0}}, {{1}})")
@@ -246,6 +246,18 @@ def _arith(e: Emitter, ins: Instruction) -> None:
     e.pure(_UFUNC[head], type_, dst, [(type_, a) for a in args], direct=True)
 
 
+@_op("addc", "subc", "madc")
+def _with_carry(e: Emitter, ins: Instruction) -> None:
+    """Arithmetic that takes the lanes' carry (addc, subc, madc), leaves one (.cc), or both."""
+    head, type_ = ins.parts[0], _last(ins)
+    if type_ not in ("u32", "s32", "b32"):
+        raise Unknown
+    dst, *args = ins.operands
+    texts = ", ".join(e.text(type_, a) for a in args)
+    call = f"with_carry('{head[:3]}', ({texts},), {len(head) == 4}, {'cc' in ins}, {'hi' in ins}, {{m}})"
+    e.effect([f"t = {call}", f"{{u:{dst}}} <- t"], args, [dst])
+
+
 def _flushed(e: Emitter, ins: Instruction, code: str) -> None:
     """A float32 operation that takes and gives zero for subnormal numbers (.ftz)."""
     dst, *args = ins.operands
@@ -262,6 +274,8 @@ def _multiply(e: Emitter, ins: Instruction) -> None:
     dst, *args = ins.operands
     mods = ins.parts[1:-1]
     typed = [(type_, a) for a in args]
+    if "cc" in mods:
+        return _with_carry(e, ins)
     if "ftz" in mods:
         code = "multiply({0}, {1})" if head == "mul" else "ops.fma({0}, {1}, {2})"
         return _flushed(e, ins, code)
@@ -304,7 +318,7 @@ def _multiply(e: Emitter, ins: Instruction) -> None:
     if type_ == "f64":
         code = "multiply({0}, {1})" if head == "mul" else "{0} * {1} + {2}"
         return e.pure(code, type_, dst, typed)
-    if "cc" in mods or "sat" in mods:
+    if "sat" in mods:
         raise Unknown
     if "wide" in mods:
         wide = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}[type_]

@@ -100,6 +100,7 @@ class Instructions:
         self.cp_groups: list[list[Callable[[], None]]] = []
         self.cluster_ticket = [0] * self.warp_count
         self.mbar_inits: list[Mbarrier] = []
+        self.carry = np.zeros(self.lanes, np.int64)
         self.local = np.zeros((self.lanes, self.program.kernel.local_bytes), np.uint8)
         self.local_written = np.zeros(self.local.shape, bool)
         names = [f"wgmma of warp {self.first // 32 + w}" for w in self.all_warps]
@@ -199,8 +200,13 @@ class Instructions:
         if new.any():
             row, lane = np.argwhere(new)[0].tolist()
             thread = self.first + lane
-            self.report("nan", f"an output holds NaN though no input does; the first one is made "
-                        f"here, by thread {thread}", sites[row], fatal=True)
+            self.report(
+                "nan",
+                f"an output holds NaN though no input does; the first one is made "
+                f"here, by thread {thread}",
+                sites[row],
+                fatal=True,
+            )
 
     # Convergence ---------------------------------------------------------------------------------
 
@@ -391,7 +397,9 @@ class Instructions:
 
     def _race(self, found: Conflict | str, write: bool, cta: Cta, site: int) -> None:
         if isinstance(found, str):
-            self.report("uninitialised read", "shared memory is read before anything wrote it", site)
+            self.report(
+                "uninitialised read", "shared memory is read before anything wrote it", site
+            )
             return
         act = "write" if write else "read"
         other = self.clocks.names[found.agent]
@@ -512,8 +520,10 @@ class Instructions:
     def _settled(self, region: Region, site: int) -> None:
         if region.unsettled and not self.cta.settled:
             self.report(
-                "race", f"{region.names} may still be written by the kernel before, which this one "
-                "has not waited for (griddepcontrol.wait)", site,
+                "race",
+                f"{region.names} may still be written by the kernel before, which this one "
+                "has not waited for (griddepcontrol.wait)",
+                site,
             )
 
     def grid_wait(self) -> None:
@@ -558,6 +568,22 @@ class Instructions:
         return self.st_global(addresses, size, values, m, site)
 
     ld_const = ld_generic
+
+    def with_carry(
+        self, op: str, args: tuple, takes: bool, leaves: bool, high: bool, m: Mask
+    ) -> NDArray[Any]:
+        """32-bit add, sub or mad with the carry (of sub: borrow) of each lane."""
+        first, second, *third = (np.asarray(a).astype(np.int64) for a in args)
+        if op == "mad":
+            product = first * second
+            first = product >> 32 if high else product
+            second = third[0]
+        first, second = first & FULL, (second & FULL) + (self.carry if takes else 0)
+        wide = first - second if op == "sub" else first + second
+        if leaves:
+            carry = np.broadcast_to(wide >> 32 & 1, (self.lanes,))
+            self.carry = np.where(self._everyone if m is None else m, carry, self.carry)
+        return (wide & FULL).astype(np.uint32)
 
     def _local_bytes(self, addresses: Any, n: int, m: Mask, site: int) -> tuple[Any, Any]:
         """(active lanes, the n bytes that each of them names), to index local memory with."""
@@ -606,7 +632,10 @@ class Instructions:
                 addresses = np.asarray(addresses) & FULL
         lanes = self._active(m)
         operands = [
-            [np.broadcast_to(np.asarray(v).astype(UINT[size], copy=False), (self.lanes,)) for v in part]
+            [
+                np.broadcast_to(np.asarray(v).astype(UINT[size], copy=False), (self.lanes,))
+                for v in part
+            ]
             for part in values
         ]
         out = np.zeros((count, self.lanes), UINT[size])
@@ -775,8 +804,9 @@ class Instructions:
         generation = named.generation
         return self._stalled(
             lambda: named.generation != generation,
-            lambda: f"barrier {number} has {named.arrived} of "
-            f"{named.expected or self.cta.live} threads",
+            lambda: (
+                f"barrier {number} has {named.arrived} of {named.expected or self.cta.live} threads"
+            ),
         )
 
     def _split_by_barrier(self, barrier: NDArray, m: Mask) -> bool:
@@ -787,7 +817,9 @@ class Instructions:
         self.groups.remove(group)
         for one in np.unique(barrier[active]):
             mask = (barrier == one) & active
-            part = Group(group.pc, mask, tuple(np.flatnonzero(mask.reshape(-1, 32).any(1)).tolist()))
+            part = Group(
+                group.pc, mask, tuple(np.flatnonzero(mask.reshape(-1, 32).any(1)).tolist())
+            )
             part.ticket = "alone"
             self.groups.append(part)
         return self._stalled(lambda: True, lambda: "")
@@ -996,7 +1028,9 @@ class Instructions:
 
         def describe() -> str:
             number = address & 0xFFFFFF
-            missing = f"{barrier.pending} of {barrier.count} arrivals and {barrier.tx} bytes missing"
+            missing = (
+                f"{barrier.pending} of {barrier.count} arrivals and {barrier.tx} bytes missing"
+            )
             if barrier.tx < 0:
                 missing = (
                     f"{barrier.pending} of {barrier.count} arrivals missing and {-barrier.tx} bytes "
@@ -1008,9 +1042,7 @@ class Instructions:
             )
 
         cluster = self.cta.cluster
-        self._stalled(
-            lambda: cluster.version != version, describe, lambda: barrier.pending == 0
-        )
+        self._stalled(lambda: cluster.version != version, describe, lambda: barrier.pending == 0)
         return self._stall
 
     # Asynchronous copies -------------------------------------------------------------------------
@@ -1142,10 +1174,17 @@ class Instructions:
 
         self._start(work)
 
-    def _async_write(self, cta: Cta, rows: Any, barrier: Mbarrier, epoch: int, lane: int, site: int) -> None:
+    def _async_write(
+        self, cta: Cta, rows: Any, barrier: Mbarrier, epoch: int, lane: int, site: int
+    ) -> None:
         warp, bits = self._one(lane)
         found = cta.shadow.async_write(
-            self.clocks.eyes(warp, bits), self.clocks.rows[warp, 0], rows, barrier.agent, epoch, site
+            self.clocks.eyes(warp, bits),
+            self.clocks.rows[warp, 0],
+            rows,
+            barrier.agent,
+            epoch,
+            site,
         )
         if found is not None:
             self._race(found, True, cta, site)
@@ -1185,7 +1224,9 @@ class Instructions:
                 self.machine.counters.tma_load_bytes += n
             self._start(self._bulk_work(source, n, arrivals, from_shared, op, type_, site))
 
-    def _bulk_work(self, source: int, n: int, arrivals, from_shared: bool, op: str, type_: str, site: int):
+    def _bulk_work(
+        self, source: int, n: int, arrivals, from_shared: bool, op: str, type_: str, site: int
+    ):
         view = self._view(site, False)
 
         def work() -> None:
@@ -1218,10 +1259,18 @@ class Instructions:
                         f"of {cta.shared.size - SHARED_BASE} bytes of shared memory", site, fatal=True)  # fmt: skip
         return slice(offset >> 4, (offset + n) >> 4)
 
-    def _async_read(self, cta: Cta, rows: Any, key: Any, agent: int, epoch: int, lane: int, site: int) -> None:
+    def _async_read(
+        self, cta: Cta, rows: Any, key: Any, agent: int, epoch: int, lane: int, site: int
+    ) -> None:
         warp, bits = self._one(lane)
         found = cta.shadow.async_read(
-            self.clocks.eyes(warp, bits), self.clocks.rows[warp, 0], rows, key, (agent,), epoch, site
+            self.clocks.eyes(warp, bits),
+            self.clocks.rows[warp, 0],
+            rows,
+            key,
+            (agent,),
+            epoch,
+            site,
         )
         if found is not None:
             self._race(found, False, cta, site)
@@ -1230,13 +1279,17 @@ class Instructions:
         warp = self.warp0 + lane // 32
         key = (warp, lane % 32)
         if key not in self.bulk:
-            agent = self.clocks.agent(("bulk", *key), f"the bulk copies of warp {warp} lane {lane % 32}")
+            agent = self.clocks.agent(
+                ("bulk", *key), f"the bulk copies of warp {warp} lane {lane % 32}"
+            )
             thread = BulkThread(agent)
             thread.committed = thread.waited = int(self.clocks.issued[agent])
             self.bulk[key] = thread
         return self.bulk[key]
 
-    def tma_store(self, descriptor: Any, coords: tuple, src: Any, op: str, m: Mask, site: int) -> None:
+    def tma_store(
+        self, descriptor: Any, coords: tuple, src: Any, op: str, m: Mask, site: int
+    ) -> None:
         stored: set[tuple] = set()
         for lane in self._active(m).tolist():
             where = self._at(descriptor, lane)
@@ -1295,7 +1348,9 @@ class Instructions:
                 place = view(tma.Strided(target, (n // 16,), (16,), 16))
                 if op:
                     dtype = type_.replace("b", "u") if type_ in ("b32", "b64") else type_
-                    size_ = {"f16": 2, "bf16": 2}.get(dtype, int(dtype[1:]) // 8 if dtype[1:].isdigit() else 4)
+                    size_ = {"f16": 2, "bf16": 2}.get(
+                        dtype, int(dtype[1:]) // 8 if dtype[1:].isdigit() else 4
+                    )
                     words = UINT[size_]
                     old = place.view(words)
                     old[...] = tma.combine(op, dtype, old, data.view(words))
@@ -1367,7 +1422,9 @@ class Instructions:
             self.machine.counters.shared_write_bytes += size * len(lanes)
 
         def work() -> None:
-            for offset, address, n in zip(offsets.tolist(), addresses.tolist(), counts.tolist(), strict=True):
+            for offset, address, n in zip(
+                offsets.tolist(), addresses.tolist(), counts.tolist(), strict=True
+            ):
                 target = cta.shared.bytes[offset : offset + size]
                 target[...] = 0
                 if n:
@@ -1408,7 +1465,9 @@ class Instructions:
             barrier.pending += len(lanes)
         self._arrive_one(where, 1, 0, 1, False, False, m, site)
 
-    def st_async(self, addresses: Any, size: int, values: tuple, barrier: Any, m: Mask, site: int) -> None:
+    def st_async(
+        self, addresses: Any, size: int, values: tuple, barrier: Any, m: Mask, site: int
+    ) -> None:
         for lane in self._active(m).tolist():
             only = self._only(lane)
             bar = self._at(barrier, lane)
@@ -1489,6 +1548,9 @@ class Instructions:
         if start:
             used = plans(slice(start, None))
 
+        exact = self.machine.options.exact and dtype == "f32" and atype in ("bf16", "f16")
+        product = tensor_core.mma_exact if exact else tensor_core.mma
+
         def work() -> None:
             granules = self.cta.shared.granules
             left = (
@@ -1496,7 +1558,7 @@ class Instructions:
                 if a_descs is None else tensor_core.load(used[1], granules, atype)
             )  # fmt: skip
             right = tensor_core.load(used[0], granules, btype)
-            tensor_core.mma(left, right, view, bool(keep[start]), neg_a, neg_b)
+            product(left, right, view, bool(keep[start]), neg_a, neg_b)
 
         if self.machine.eager:
             work()
@@ -1537,9 +1599,7 @@ class Instructions:
         self.hot_acc |= acc
         self.hot_src |= source
 
-    def _operand_race(
-        self, plans: list[tensor_core.Operand], site: int
-    ) -> Conflict | str | None:
+    def _operand_race(self, plans: list[tensor_core.Operand], site: int) -> Conflict | str | None:
         epoch = self.wgmma_base + self.wgmma_committed + 1
         rows = self.clocks.rows[self.warp0 : self.warp0 + 4].min(0)
         eyes = np.where(self.clocks.asynchronous, rows[0], rows[1])
@@ -1614,8 +1674,10 @@ class Instructions:
         if increase and need > cta.pool:
             return self._stalled(
                 lambda: cta.pool >= need,
-                lambda: f"setmaxnreg.inc to {count} needs {need} registers of the SM's file and "
-                f"{cta.pool} are free",
+                lambda: (
+                    f"setmaxnreg.inc to {count} needs {need} registers of the SM's file and "
+                    f"{cta.pool} are free"
+                ),
                 lambda: True,
             )
         if count % 8 or not 24 <= count <= 256 or (need < 0) == increase and need:

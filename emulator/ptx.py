@@ -99,7 +99,7 @@ class Kernel:
 
 SHARED_BASE = 1024  # the first KiB of a CTA's shared memory belongs to the system
 _CLASS = {"8": "b16", "16": "b16", "32": "b32", "64": "b64", "128": "b128"}
-_LINE_DIRECTIVES = (".version", ".target", ".address_size", ".loc", ".file")
+_LINE_DIRECTIVES = (".version", ".target", ".address_size", ".loc\t", ".loc ", ".file")
 # Instructions that may have to wait or be retried start a block of their own.
 STOPS = (
     "bar.", "barrier.", "mbarrier.try_wait", "mbarrier.test_wait", "shfl.", "vote.", "redux.",
@@ -269,7 +269,9 @@ class _Parser:
                 self.shared[name] = start
                 self.shared_static = start + int(bits) // 8 * int(count or 1)
             return True
-        if found := re.fullmatch(r"\.local\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]", statement):
+        if found := re.fullmatch(
+            r"\.local\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]", statement
+        ):
             align, name, size = found.groups()
             self.local[name] = -(-self.local_bytes // int(align)) * int(align)
             self.local_bytes = self.local[name] + int(size)
@@ -288,7 +290,8 @@ class _Parser:
 def _frames(line: str, files: dict[str, str]) -> tuple[tuple[str, int], ...]:
     """`.loc f l c[, function_name x, inlined_at f l c]` -> ((file, line), ...) innermost first."""
     return tuple(
-        (files.get(f, f), int(n)) for f, n in re.findall(r"(?:\.loc|inlined_at)\s+(\d+)\s+(\d+)", line)
+        (files.get(f, f), int(n))
+        for f, n in re.findall(r"(?:\.loc|inlined_at)\s+(\d+)\s+(\d+)", line)
     )
 
 

@@ -288,6 +288,27 @@ def _arithmetic() -> list[Op]:
         op("neg.s64", "d:d", lambda a: -a),
         sop("min.s64", "d:dd", np.minimum, width=64),
         op("max.u64", "d:dd", np.maximum),
+        op(
+            "add.cc.u32+addc.u32",
+            "d:rrrr",
+            lambda a, b, c, d: (b << 32 | a) + (d << 32 | c),
+            text="{ .reg .b32 x, y; add.cc.u32 x, $1, $3; addc.u32 y, $2, $4;"
+            " mov.b64 $0, {x, y}; }",
+        ),
+        op(
+            "sub.cc.u32+subc.u32",
+            "d:rrrr",
+            lambda a, b, c, d: (b << 32 | a) - (d << 32 | c),
+            text="{ .reg .b32 x, y; sub.cc.u32 x, $1, $3; subc.u32 y, $2, $4;"
+            " mov.b64 $0, {x, y}; }",
+        ),
+        op(
+            "mad.lo.cc.u32+madc.hi.u32",
+            "d:rrrr",
+            lambda a, b, c, d: a * b + (d << 32 | c),
+            text="{ .reg .b32 x, y; mad.lo.cc.u32 x, $1, $2, $3; madc.hi.u32 y, $1, $2, $4;"
+            " mov.b64 $0, {x, y}; }",
+        ),
     ]
     for name, relation in RELATIONS.items():
         ops += [
