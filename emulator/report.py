@@ -22,6 +22,8 @@ class Options:
         seed: for order "random".
         raise_on_fault: raise `KernelFault` after a launch with findings; else only report.
         max_findings: stop the launch after so many.
+        exact: sum 16-bit products on the tensor cores as the hardware does, cutting off where it
+            does; slower.
     """
 
     check: bool = True
@@ -30,6 +32,7 @@ class Options:
     seed: int = 0
     raise_on_fault: bool = True
     max_findings: int = 20
+    exact: bool = False
 
 
 @dataclass(frozen=True)

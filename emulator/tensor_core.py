@@ -232,6 +232,48 @@ def mma(
     acc[...] = total.astype(np.int32)
 
 
+# Bits that the tensor core keeps below the leading one of the largest addend. Found on an H200: of
+# 24 to 28, this alone made fp16 attention agree bitwise in 99.6 to 99.8 % of elements.
+_ALIGNED_BITS = 25
+_BLOCK = 16  # products of 16-bit operands that are summed, with the accumulator, in one go
+
+
+def mma_exact(
+    a: NDArray[np.float32],
+    b: NDArray[np.float32],
+    acc: NDArray[np.float32],
+    scale_d: bool = True,
+    neg_a: bool = False,
+    neg_b: bool = False,
+) -> None:
+    """`mma` for 16-bit operands and f32 accumulators, summed as the hardware does.
+
+    Sixteen products and the accumulator are aligned to the largest of them, cut off, and summed
+    exactly; the sum is cut off to f32.
+    """
+    columns = b.shape[1]
+    j = columns // 8
+    sign = -1.0 if neg_a != neg_b else 1.0
+    fragments = acc.view(GRANULE).reshape(j, 2, 2, 32).transpose(1, 3, 2, 0)  # [h, wg, e, j]
+    total = np.ascontiguousarray(fragments).view(np.float32).reshape(64, columns).astype(np.float64)
+    if not scale_d:
+        total[...] = 0
+    for k in range(0, a.shape[0], _BLOCK):
+        left = sign * a[k : k + _BLOCK, :, None].astype(np.float64)
+        addends = np.concatenate([left * b[k : k + _BLOCK, None, :], total[None]])
+        exponent = np.frexp(np.abs(addends).max(0))[1]
+        unit = np.ldexp(1.0, exponent - 1 - _ALIGNED_BITS)
+        total = (np.trunc(addends / unit).sum(0) * unit).astype(np.float64)
+        total = _toward_zero(total).astype(np.float64)
+    product = total.astype(np.float32).view(GRANULE).reshape(2, 32, 2, j).transpose(3, 0, 2, 1)
+    acc.view(GRANULE).reshape(product.shape)[...] = product
+
+
+def _toward_zero(exact: NDArray[np.float64]) -> NDArray[np.float32]:
+    near = exact.astype(np.float32)
+    return np.where(np.abs(near) > np.abs(exact), np.nextafter(near, np.float32(0)), near)
+
+
 def acc_to_matrix(acc: np.ndarray) -> np.ndarray:
     """D as a matrix in natural order, [64, N]; `acc` as for `mma`."""
     wide = 2 if acc.dtype == np.float16 else 1

@@ -57,6 +57,7 @@ def emulate(
     counters: bool = False,
     order: Literal["eager", "deferred", "random"] = "eager",
     seed: int = 0,
+    exact: bool = False,
 ) -> Iterator[Emulation]:
     """Run attention on CPU tensors: compiled for `arch`, executed by the emulator, and checked.
 
@@ -66,6 +67,7 @@ def emulate(
         counters: count bytes, FLOPs, bank conflicts and issued instructions.
         order: when asynchronous operations complete: at once, as late as allowed, or at random.
         seed: of the random order.
+        exact: cut sums off on the tensor cores where the hardware does; slower.
 
     Yields:
         An `Emulation`, whose `report` has the findings and counters.
@@ -78,7 +80,7 @@ def emulate(
 
     chosen = checks.arch(arch or env.ARCH.value or checks.arches()[0])
     checks.choice("order", order, ("eager", "deferred", "random"))
-    options = emulator.Options(check=check, counters=counters, order=order, seed=seed)
+    options = emulator.Options(check, counters, order, seed, exact=exact)
     with emulator.session(options) as session:
         emulation = Emulation(chosen, session)
         token = _active.set(emulation)

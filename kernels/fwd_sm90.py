@@ -358,14 +358,11 @@ class FwdSm90:
         k.release()
         if const_expr(masked):
             self.apply_mask(share, rows, acc_S, kv_tile)
-        alpha, rescale = share.softmax.step(rows_by_columns(acc_S))
-        if rescale:
-            warpgroup.wait_group(0)  # O is there, P is read
-            scale_rows(rows_by_columns(share.acc_O), alpha)
-        else:
-            warpgroup.wait_group(0)
+        alpha = share.softmax.step(rows_by_columns(acc_S))
+        warpgroup.wait_group(0)  # O is there, P is read
         v.release()
         narrow(acc_S, share.tOrP)
+        scale_rows(rows_by_columns(share.acc_O), alpha)
         return load_k, load_v
 
     @cute.jit

@@ -20,7 +20,6 @@ LN_2 = math.log(2.0)
 SMALLEST_NORMAL = 2.0**-126
 QUAD_THREADS = 4  # lanes that share a row of an accumulator
 CHAINS = 4
-SLACK = 8.0  # in powers of two: P stays within 2^8, far from fp16's largest number
 
 
 @dataclass(frozen=True)
@@ -64,46 +63,30 @@ class OnlineSoftmax:
         self.row_sum.fill(0.0)
 
     @cute.jit
-    def step(self, scores: cute.Tensor) -> tuple[cute.Tensor, cutlass.Boolean]:
+    def step(self, scores: cute.Tensor) -> cute.Tensor:
         """Take in one tile.
-
-        m stays where the new maximum exceeds it by at most SLACK: P and l then carry the same
-        factor of up to 2^SLACK, which the division cancels (FlashAttention-4's conditional rescale).
 
         Args:
             scores: (rows, columns), float32: x on entry, P (not divided by l) on return.
 
         Returns:
-            alpha: (rows), what everything before this tile is to be multiplied with;
-            rescale: whether any lane of this warp has an alpha other than 1; if not, alpha is void.
+            alpha: (rows), what everything before this tile is to be multiplied with.
         """
-        rows = cute.size(self.row_max)
-        drop, total, alpha = (cute.make_rmem_tensor_like(self.row_max) for _ in range(3))
-        raised = cutlass.Boolean(False)
-        for r in cutlass.range_constexpr(rows):
+        alpha = cute.make_rmem_tensor_like(self.row_max)
+        for r in cutlass.range_constexpr(cute.size(self.row_max)):
             old = self.row_max[r]
             new = self.quad_max(fold(self.larger, [old, *elements(scores, r)]))
-            # Infinity minus infinity is NaN and compares false: a row without a score is raised.
-            stays = (new - old) * self.scale_log2 <= SLACK
-            new = old if stays else new
-            raised = raised | (not stays)
             self.row_max[r] = new
             # Where no score is seen yet, infinity minus infinity would be NaN.
             pivot = Float32(0.0) if new == self.hidden else new
-            drop[r] = (old - pivot) * self.scale_log2
+            # Not as an FMA: an unchanged maximum must give exactly 1.
+            alpha[r] = cute.math.exp2((old - pivot) * self.scale_log2, fastmath=True)
             shift = -pivot * self.scale_log2
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 power = cute.math.fma(scores[r, c], self.scale_log2, shift)
                 scores[r, c] = cute.math.exp2(power, fastmath=True)
-            total[r] = fold(operator.add, elements(scores, r))
-        rescale = cute.arch.vote_any_sync(raised)
-        if rescale:
-            for r in cutlass.range_constexpr(rows):
-                alpha[r] = cute.math.exp2(drop[r], fastmath=True)
-                self.row_sum[r] = self.row_sum[r] * alpha[r]
-        for r in cutlass.range_constexpr(rows):
-            self.row_sum[r] = self.row_sum[r] + total[r]
-        return alpha, rescale
+            self.row_sum[r] = fold(operator.add, [self.row_sum[r] * alpha[r], *elements(scores, r)])
+        return alpha
 
     @cute.jit
     def finish(self) -> tuple[cute.Tensor, cute.Tensor]:
