@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import tensor_core, tma
+from . import ops, tensor_core, tma
 from .checker import Clock, Conflict
-from .memory import PARAM_TAG, PARAM_WINDOW, SHARED_TAG, UINT, Region
+from .memory import LOCAL_TAG, PARAM_TAG, PARAM_WINDOW, SHARED_TAG, UINT, Region
 from .ptx import SHARED_BASE
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ class Instructions:
         self._shuffles: dict[tuple, NDArray[np.intp]] = {}
         self._leaders = (self.lane_id * 0, self.lane_id == 0)
         self.space["branch"] = self.branch
-        self.space |= {"SHARED_TAG": SHARED_TAG, "SHARED_WINDOW": SHARED_TAG << 40}
 
     def begin(self, registers: int) -> None:
         """A new CTA starts on this unit."""
@@ -100,7 +99,6 @@ class Instructions:
         self.cp_groups: list[list[Callable[[], None]]] = []
         self.cluster_ticket = [0] * self.warp_count
         self.mbar_inits: list[Mbarrier] = []
-        self.carry = np.zeros(self.lanes, np.int64)
         self.local = np.zeros((self.lanes, self.program.kernel.local_bytes), np.uint8)
         self.local_written = np.zeros(self.local.shape, bool)
         names = [f"wgmma of warp {self.first // 32 + w}" for w in self.all_warps]
@@ -560,30 +558,19 @@ class Instructions:
             return self.ld_cluster(np.asarray(addresses) & FULL, size, count, m, site)
         if tag == PARAM_TAG:
             return self.ld_param(addresses, size, count)
+        if tag == LOCAL_TAG:
+            return self.ld_local(np.asarray(addresses) & FULL, size, count, m, site)
         return self.ld_global(addresses, size, count, m, site)
 
     def st_generic(self, addresses: Any, size: int, values: tuple, m: Mask, site: int) -> None:
-        if self._window(addresses, m) == SHARED_TAG:
+        tag = self._window(addresses, m)
+        if tag == SHARED_TAG:
             return self.st_cluster(np.asarray(addresses) & FULL, size, values, m, site)
+        if tag == LOCAL_TAG:
+            return self.st_local(np.asarray(addresses) & FULL, size, values, m, site)
         return self.st_global(addresses, size, values, m, site)
 
     ld_const = ld_generic
-
-    def with_carry(
-        self, op: str, args: tuple, takes: bool, leaves: bool, high: bool, m: Mask
-    ) -> NDArray[Any]:
-        """32-bit add, sub or mad with the carry (of sub: borrow) of each lane."""
-        first, second, *third = (np.asarray(a).astype(np.int64) for a in args)
-        if op == "mad":
-            product = first * second
-            first = product >> 32 if high else product
-            second = third[0]
-        first, second = first & FULL, (second & FULL) + (self.carry if takes else 0)
-        wide = first - second if op == "sub" else first + second
-        if leaves:
-            carry = np.broadcast_to(wide >> 32 & 1, (self.lanes,))
-            self.carry = np.where(self._everyone if m is None else m, carry, self.carry)
-        return (wide & FULL).astype(np.uint32)
 
     def _local_bytes(self, addresses: Any, n: int, m: Mask, site: int) -> tuple[Any, Any]:
         """(active lanes, the n bytes that each of them names), to index local memory with."""
@@ -928,39 +915,44 @@ class Instructions:
             self._mbarrier(a, site, False)
             del self.cta.mbarriers[a & 0xFFFFFF]
 
+    def mbar_state(self, address: Any, count: Any, m: Mask, site: int) -> NDArray[np.uint64]:
+        """What each lane sees that arrives with `count`: the phase, and above it the pending count."""
+        states = np.zeros(self.lanes, np.uint64)
+        taken: dict[int, int] = {}  # by the lanes before
+        for lane in self._active(m).tolist():
+            where = self._at(address, lane)
+            _, barrier = self._mbarrier(where, site, False)
+            before = taken.get(where, 0)
+            states[lane] = (barrier.pending - before) << 32 | barrier.phase & FULL
+            taken[where] = before + self._at(count, lane)
+        return states
+
     def mbar_arrive(
         self, address: Any, count: Any, nbytes: Any, kind: int, relaxed: bool, cluster: bool,
         no_complete: bool, m: Mask, site: int,
-    ) -> Any:  # fmt: skip
-        """kind: 0 expects bytes only, 1 arrives, 2 arrives and drops. Returns the phase tokens."""
-        lanes = self._active(m)
-        if np.ndim(address):
-            several = np.unique(address[lanes])
-            if len(several) > 1:
-                active = self._everyone if m is None else m
-                token = np.zeros(self.lanes, np.uint64)
-                for one in several:
-                    part = active & (address == one)
-                    token[part] = self._arrive_one(
-                        int(one), count, nbytes, kind, relaxed, cluster, part, site
-                    )
-                return token
-            address = int(several[0])
-        return self._arrive_one(int(address), count, nbytes, kind, relaxed, cluster, m, site)
+    ) -> None:  # fmt: skip
+        """kind: 0 counts bytes only, 1 arrives, 2 arrives and drops. Negative bytes have come."""
+        active = self._everyone if m is None else m
+        if np.ndim(address) == 0:
+            parts = {int(address): m}
+        else:
+            several = np.unique(address[active]).tolist()
+            parts = {a: active & (address == a) if len(several) > 1 else m for a in several}
+        for one, part in parts.items():
+            self._arrive_one(one, count, nbytes, kind, relaxed, cluster, part, site, no_complete)
 
     def _arrive_one(
         self, address: int, count: Any, nbytes: Any, kind: int, relaxed: bool, cluster: bool,
-        m: Mask, site: int,
-    ) -> int:  # fmt: skip
-        cta, barrier = self._mbarrier(address, site, cluster)
+        m: Mask, site: int, no_complete: bool = False,
+    ) -> None:  # fmt: skip
+        _, barrier = self._mbarrier(address, site, cluster)
         lanes = self._active(m)
         if self.check:
             self._sees_init(barrier, m, site)
-        token = barrier.phase
         total = self._sum(count, lanes) if kind else 0
         barrier.tx += self._sum(nbytes, lanes)
         if total:
-            if total > barrier.pending:
+            if total > barrier.pending or (no_complete and total == barrier.pending):
                 self.report(
                     "barrier misuse", f"{total} arrivals at mbarrier {address:#x} that waits for "
                     f"{barrier.pending} of {barrier.count}", site,
@@ -970,8 +962,7 @@ class Instructions:
             barrier.pending -= total
             if kind == 2:
                 barrier.drop += total
-            self._flip(barrier)
-        return token
+        self._flip(barrier)
 
     @staticmethod
     def _sum(value: Any, lanes: NDArray) -> int:
@@ -1010,7 +1001,7 @@ class Instructions:
         wanted = self._at(phase, int(self._active(m)[0]))
         if self.check:
             self._sees_init(barrier, m, site)
-        done = (barrier.phase ^ wanted) & 1 if parity else barrier.phase != wanted
+        done = (barrier.phase ^ wanted) & 1 if parity else barrier.phase != wanted & FULL
         if not done:
             return False
         if self.check and not relaxed:
@@ -1511,6 +1502,7 @@ class Instructions:
     def wgmma(
         self, acc: Any, a: Any, b: tuple, scales: tuple, sites: tuple[int, ...], columns: int,
         dtype: str, atype: str, btype: str, neg_a: bool, neg_b: bool, trans_a: bool, trans_b: bool,
+        saturate: bool,
     ) -> None:  # fmt: skip
         """wgmmas into one accumulator that follow one another, as one over a longer K.
 
@@ -1549,7 +1541,6 @@ class Instructions:
             used = plans(slice(start, None))
 
         exact = self.machine.options.exact and dtype == "f32" and atype in ("bf16", "f16")
-        product = tensor_core.mma_exact if exact else tensor_core.mma
 
         def work() -> None:
             granules = self.cta.shared.granules
@@ -1558,7 +1549,10 @@ class Instructions:
                 if a_descs is None else tensor_core.load(used[1], granules, atype)
             )  # fmt: skip
             right = tensor_core.load(used[0], granules, btype)
-            product(left, right, view, bool(keep[start]), neg_a, neg_b)
+            if exact:
+                tensor_core.mma_exact(left, right, view, bool(keep[start]), neg_a, neg_b)
+            else:
+                tensor_core.mma(left, right, view, bool(keep[start]), neg_a, neg_b, saturate)
 
         if self.machine.eager:
             work()
@@ -1725,9 +1719,8 @@ def _atomic(op: str, type_: str, old: Any, args: list) -> Any:
     if op in ("and", "or", "xor"):
         return {"and": old & args[0], "or": old | args[0], "xor": old ^ args[0]}[op]
     if type_ in ("f16x2", "bf16x2"):
-        from .ops import packed
-
-        return packed(type_, op, np.asarray(old), np.asarray(args[0]))
+        function = {"add": np.add, "min": ops.fmin, "max": ops.fmax}[op]
+        return ops.narrow(type_, function, old, args[0])
     dtype = type_.replace("b", "u") if type_ in ("b32", "b64") else type_
     if op == "inc":
         return old.dtype.type(0) if old >= args[0] else old + old.dtype.type(1)

@@ -23,7 +23,7 @@ from .checker import Clock, Clocks, Conflict, Shadow
 from .instructions import Instructions
 from .loader import Launch
 from .memory import GlobalMemory, SharedMemory
-from .ptx import SHARED_BASE, Instruction
+from .ptx import SHARED_BASE, Instruction, Param
 from .report import Counters, Finding, KernelFault, Options, Stop
 from .steps import BANK, DTYPE
 from .translate import Program, program
@@ -32,14 +32,6 @@ STALL = object()
 TURN = 400  # blocks a unit runs before the next one gets its turn
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA can have on sm_90 and sm_100
 REGISTER_FILE = 65536  # 32-bit registers of an SM
-
-_UFUNCS = (
-    "add subtract multiply minimum maximum fmin fmax bitwise_and bitwise_or bitwise_xor invert "
-    "logical_and logical_or logical_xor logical_not negative absolute copysign left_shift "
-    "right_shift equal not_equal less less_equal greater greater_equal isnan isinf isfinite where "
-    "zeros_like exp2 log2 sqrt sin cos tanh copyto"
-).split()
-_TYPES = ("u8", "i8", "u16", "i16", "u32", "i32", "u64", "i64", "f16", "f32", "f64")
 
 
 @dataclass(slots=True)
@@ -228,17 +220,12 @@ class Machine:
         self.cell_bytes = _smallest_shared_access(kernel.instructions)
         self.barrier_sites: dict[int, int] = {}
         self.parameters = b"".join(
-            ctypes.string_at(address, param.size).rjust(0)
-            if False else _padded(self._parameter(address, param.size), param, kernel.params, i)
+            _padded(ctypes.string_at(address, param.size), kernel.params, i)
             for i, (address, param) in enumerate(zip(launch.args, kernel.params, strict=True))
-        )  # fmt: skip
+        )
         self.parameter_bytes = np.frombuffer(self.parameters + bytes(64), np.uint8)
         self.clock = 0
         self.stopped = False  # at a finding after which nothing more can be said
-
-    @staticmethod
-    def _parameter(address: int, size: int) -> bytes:
-        return ctypes.string_at(address, size)
 
     def report(self, kind: str, message: str, site: int, fatal: bool = False) -> None:
         """Records a finding, but not the same one of the same line again; stops if `fatal`."""
@@ -351,10 +338,10 @@ class Machine:
                         counters.add_warp(unit.first // 32 + warp, row @ static)
 
 
-def _padded(raw: bytes, param, params, i: int) -> bytes:
+def _padded(raw: bytes, params: list[Param], i: int) -> bytes:
     """A parameter's bytes with the gap before the next one."""
-    stop = params[i + 1].offset if i + 1 < len(params) else param.offset + param.size
-    return raw + bytes(stop - param.offset - param.size)
+    following = params[i + 1].offset if i + 1 < len(params) else params[i].offset + len(raw)
+    return raw.ljust(following - params[i].offset, b"\0")
 
 
 def _smallest_shared_access(instructions: list[Instruction]) -> int:
@@ -408,11 +395,9 @@ class Unit(Instructions):
         }
         self.views = {letter: banks[BANK[letter]].view(dtype) for letter, dtype in DTYPE.items()}
         self.views["X"] = banks["D"].view(np.float32).reshape(size["D"], self.lanes, 2)
-        space: dict[str, object] = {name: getattr(np, name) for name in _UFUNCS}
-        space |= {name: getattr(ops, name) for name in _TYPES}
+        space = dict(ops.NAMES)
         space |= {f"{letter}_all": view for letter, view in self.views.items()}
-        space |= {"ops": ops, "nan": np.nan, "inf": np.inf, "STALL": STALL,
-                  "cnz": np.count_nonzero, "live": np.ones(self.lanes, bool)}  # fmt: skip
+        space |= {"ops": ops, "STALL": STALL, "live": np.ones(self.lanes, bool)}
         self.space = space
         self._known: int = 0
         launch = self.machine.launch

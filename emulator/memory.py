@@ -23,6 +23,8 @@ SHARED_TAG = 0xA5  # bits 40.. of a generic address in the shared window
 SHARED_WINDOW = SHARED_TAG << 40
 PARAM_TAG = 0xB6
 PARAM_WINDOW = PARAM_TAG << 40
+LOCAL_TAG = 0xC7
+LOCAL_WINDOW = LOCAL_TAG << 40
 
 
 @dataclass(frozen=True)

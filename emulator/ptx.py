@@ -11,8 +11,11 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 Imm = int | float
+# A register or symbol (a predicate perhaps with `!` before it), a literal, `{a, b}`, `[a]`, `a|b`.
+Operand: TypeAlias = "str | int | float | tuple[Operand, ...] | Address | Pair"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +33,6 @@ class Pair:
 
     first: str
     second: str
-
-
-Operand = str | int | float | tuple | Address | Pair
 
 
 @dataclass(slots=True)
@@ -81,31 +81,41 @@ class Block:
 
 @dataclass(slots=True)
 class Kernel:
-    """One `.entry`: its parameters, register classes, shared variables and basic blocks."""
+    """One `.entry`: its parameters, register classes, variables and basic blocks.
+
+    A register `%r` of class b128 is the two of class b64 named `%r.lo` and `%r.hi`.
+    """
 
     name: str
     params: list[Param]
     registers: dict[str, str]  # name -> 'pred' | 'b16' | 'b32' | 'b64' | 'b128'
-    shared: dict[str, int]  # variable -> byte offset from the start of the CTA's window
+    # variable -> byte offset from the start of the CTA's window; dynamic ones, placed at launch: -1
+    shared: dict[str, int]
     shared_static: int  # bytes of static shared memory
+    local: dict[str, int]  # variable -> byte offset in a lane's local memory
+    local_bytes: int  # of one lane
     blocks: list[Block]
     labels: dict[str, int]  # label -> block index
     threads: tuple[int, int, int] | None
     arch: str
     instructions: list[Instruction]
-    local: dict[str, int]  # variable -> byte offset in each thread's local memory
-    local_bytes: int
 
 
 SHARED_BASE = 1024  # the first KiB of a CTA's shared memory belongs to the system
-_CLASS = {"8": "b16", "16": "b16", "32": "b32", "64": "b64", "128": "b128"}
-_LINE_DIRECTIVES = (".version", ".target", ".address_size", ".loc\t", ".loc ", ".file")
+_CLASS = {"pred": "pred", "b128": "b128", "f16x2": "b32"} | {
+    f"{kind}{bits}": f"b{max(bits, 16)}" for kind in "busf" for bits in (8, 16, 32, 64)
+}
+_VARIABLE = re.compile(
+    r"(?:\.(?:extern|visible|weak)\s+)*\.(?P<space>shared|local)\s+(?:\.align\s+(?P<align>\d+)\s+)?"
+    r"\.[busf](?P<bits>\d+)\s+(?P<name>[\w$]+)(?P<shape>(?:\[\d*\])*)"
+)
+_LINE_DIRECTIVES = (".version", ".target", ".address_size", ".loc ", ".loc\t", ".file")
 # Instructions that may have to wait or be retried start a block of their own.
 STOPS = (
-    "bar.", "barrier.", "mbarrier.try_wait", "mbarrier.test_wait", "shfl.", "vote.", "redux.",
-    "match.", "elect.", "wgmma.", "setmaxnreg.", "activemask", "ldmatrix.", "stmatrix.",
-    "movmatrix.", "mma.", "tcgen05.", "nanosleep",
-)  # fmt: skip
+    *("bar.", "barrier.", "mbarrier.try_wait", "mbarrier.test_wait", "setmaxnreg.", "nanosleep"),
+    *("shfl.", "vote.", "redux.", "match.", "elect.", "activemask"),
+    *("wgmma.", "mma.", "tcgen05.", "ldmatrix.", "stmatrix.", "movmatrix."),
+)
 _WHOLE_WARP = ("ldmatrix.", "stmatrix.", "movmatrix.")
 _MEMBERS = ("shfl.", "vote.", "redux.", "match.", "elect.", "bar.warp.")  # mask is the last operand
 _JUMPS = ("bra", "ret", "exit", "trap", "brx")
@@ -194,15 +204,15 @@ class _Parser:
         self.scope_ids: list[int] = [0]
         self.scope_count = 0
         self.registers: dict[str, str] = {}
-        self.shared: dict[str, int] = {}
-        self.shared_static = 0
-        self.local: dict[str, int] = {}
-        self.local_bytes = 0
+        self.variables: dict[str, dict[str, int]] = {"shared": {}, "local": {}}
+        self.sizes = {"shared": 0, "local": 0}
         self.dynamic: list[str] = []
+        self.tables: dict[str, list[str]] = {}  # of brx.idx: label -> targets
         self.serial = 0
-        self.files: dict[str, str] = dict(
-            re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, flags=re.M)
+        files: list[tuple[str, str]] = re.findall(
+            r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, flags=re.M
         )
+        self.files = dict(files)
         self.strings: dict[str, str] = {}
 
     def operand(self, token: str) -> Operand:
@@ -239,16 +249,20 @@ class _Parser:
         self.scope_ids.pop()
 
     def lookup(self, name: str) -> str:
+        if name.startswith("!"):
+            return "!" + self.lookup(name[1:])
         for scope in reversed(self.scopes):
             if name in scope:
                 return scope[name]
         return name
 
     def declare(self, statement: str) -> bool:
-        """Handles `.reg`, `.shared`, `.local`, pragmas; False if it is not a declaration."""
+        """Handles registers, variables and pragmas; False if `statement` is no declaration."""
         if statement.startswith(".reg"):
-            kind, names = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.+)", statement).groups()  # pyright: ignore[reportOptionalMemberAccess]
-            cls = "pred" if kind == "pred" else _CLASS[kind.lstrip("busf")]
+            _, kind, names = statement.split(None, 2)
+            cls = _CLASS.get(kind.lstrip("."))
+            if cls is None:
+                raise NotImplementedError(f"PTX registers {statement}")
             for name in _split(names):
                 if found := re.fullmatch(r"(.+)<(\d+)>", name):
                     for i in range(int(found.group(2))):
@@ -256,27 +270,26 @@ class _Parser:
                 else:
                     self.register(name, cls)
             return True
-        if found := re.match(
-            r"(?:\.extern\s+|\.visible\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.\w(\d+)\s+"
-            r"([\w$]+)(?:\[(\d*)\])?", statement
-        ):  # fmt: skip
-            align, bits, name, count = found.groups()
-            if count == "":
-                self.dynamic.append(name)
-            else:
-                step = int(align or int(bits) // 8)
-                start = -(-self.shared_static // step) * step
-                self.shared[name] = start
-                self.shared_static = start + int(bits) // 8 * int(count or 1)
-            return True
-        if found := re.fullmatch(
-            r"\.local\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]", statement
-        ):
-            align, name, size = found.groups()
-            self.local[name] = -(-self.local_bytes // int(align)) * int(align)
-            self.local_bytes = self.local[name] + int(size)
+        if re.match(r"(\.(extern|visible|weak)\s+)*\.(shared|local)\b", statement):
+            self.variable(statement)
             return True
         return statement.startswith((".pragma", ".extern", ".visible", ".weak", ".maxn", ".minn"))
+
+    def variable(self, statement: str) -> None:
+        """Places a variable of shared or local memory."""
+        found = _VARIABLE.fullmatch(statement)
+        if found is None:
+            raise NotImplementedError(f"PTX variable {statement}")
+        space, name, size = found["space"], found["name"], int(found["bits"]) // 8
+        if found["shape"].startswith("[]"):
+            self.dynamic.append(name)
+            return
+        step = int(found["align"] or size)
+        start = -(-self.sizes[space] // step) * step
+        for count in re.findall(r"\d+", found["shape"]):
+            size *= int(count)
+        self.variables[space][name] = start
+        self.sizes[space] = start + size
 
     def register(self, name: str, cls: str) -> None:
         unique = name
@@ -285,12 +298,14 @@ class _Parser:
             unique = f"{name}@{self.serial}"
         self.scopes[-1][name] = unique
         self.registers[unique] = cls
+        if cls == "b128":
+            self.registers |= {f"{unique}.lo": "b64", f"{unique}.hi": "b64"}
 
 
 def _frames(line: str, files: dict[str, str]) -> tuple[tuple[str, int], ...]:
     """`.loc f l c[, function_name x, inlined_at f l c]` -> ((file, line), ...) innermost first."""
     return tuple(
-        (files.get(f, f), int(n))
+        (files.get(f) or f, int(n))
         for f, n in re.findall(r"(?:\.loc|inlined_at)\s+(\d+)\s+(\d+)", line)
     )
 
@@ -303,11 +318,11 @@ def parse(text: str, entry: str) -> Kernel:
     if found is None:
         raise NotImplementedError(f"PTX holds no .entry {entry}")
     parser = _Parser(text)
-    for module_level in re.findall(r"^\s*(?:\.extern\s+|\.visible\s+)?\.shared[^;]*;", clean, re.M):
-        parser.declare(" ".join(module_level.strip().rstrip(";").split()))
+    for variable in re.findall(r"^((?:\.\w+\s+)*\.shared[^;]*);", clean[: found.start()], re.M):
+        parser.variable(" ".join(variable.split()))
     params = _params(found.group(2) or "")
     shape = re.search(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", found.group(3))
-    threads = tuple(int(g or 1) for g in shape.groups()) if shape else None
+    x, y, z = (int(g or 1) for g in shape.groups()) if shape else (0, 0, 0)
     stop = clean.find("\n.visible .entry", found.end())
     body_end = stop if stop > 0 else len(clean)
 
@@ -327,9 +342,26 @@ def parse(text: str, entry: str) -> Kernel:
                 frames = _frames(statement, parser.files)
         elif kind == "label":
             items.append(f"{statement}@{parser.scope_ids[-1]}")
+        elif statement.startswith(".branchtargets"):
+            parser.tables[str(items.pop())] = _split(statement.split(None, 1)[1])
         elif not parser.declare(statement):
-            items.append(_instruction(parser, statement, frames, span))
-    return _blocks(entry, params, parser, items, threads, target.group(1) if target else "")  # pyright: ignore[reportArgumentType]
+            items += _instructions(parser, statement, frames, span)
+    blocks, labels = _blocks(items)
+    shared = parser.variables["shared"] | dict.fromkeys(parser.dynamic, -1)
+    return Kernel(
+        name=entry,
+        params=params,
+        registers=parser.registers,
+        shared=shared,
+        shared_static=parser.sizes["shared"],
+        local=parser.variables["local"],
+        local_bytes=parser.sizes["local"],
+        blocks=blocks,
+        labels=labels,
+        threads=(x, y, z) if shape else None,
+        arch=target.group(1) if target else "",
+        instructions=[item for item in items if isinstance(item, Instruction)],
+    )
 
 
 def _params(text: str) -> list[Param]:
@@ -352,19 +384,40 @@ def _params(text: str) -> list[Param]:
     return params
 
 
-def _instruction(
+def _instructions(
     parser: _Parser, statement: str, frames: tuple[tuple[str, int], ...], span: tuple[int, int]
-) -> Instruction:
+) -> list[Instruction]:
+    """The instruction of a statement; or of brx.idx, the tests and branches that amount to it."""
     predicate, negated, rest = None, False, statement
     if statement.startswith("@"):
         guard, rest = statement.split(None, 1)
         negated = guard.startswith("@!")
         predicate = parser.lookup(guard.lstrip("@!"))
     opcode, _, tail = rest.partition(" ")
-    operands = tuple(parser.operand(t) for t in _split(tail))
-    if opcode.startswith("bra"):  # a label is local to its scope, or to an enclosing one
-        operands = (tuple(f"{tail.strip()}@{s}" for s in reversed(parser.scope_ids)),)
-    return Instruction(opcode, operands, predicate, negated, statement, frames, span)
+
+    def label(name: str) -> tuple[str, ...]:
+        """A label is local to its scope, or to an enclosing one."""
+        return tuple(f"{name}@{scope}" for scope in reversed(parser.scope_ids))
+
+    def make(
+        code: str, operands: tuple[Operand, ...], p: str | None, inverted: bool
+    ) -> Instruction:
+        return Instruction(code, operands, p, inverted, statement, frames, span)
+
+    if opcode.startswith("bra"):
+        return [make(opcode, (label(tail.strip()),), predicate, negated)]
+    if not opcode.startswith("brx.idx") or predicate:
+        operands = tuple(parser.operand(token) for token in _split(tail))
+        return [make(opcode, operands, predicate, negated)]
+    index, table = _split(tail)
+    targets = next(parser.tables[t] for t in label(table) if t in parser.tables)
+    test = "%brx"  # a predicate that nothing else reads
+    parser.registers[test] = "pred"
+    made: list[Instruction] = []
+    for i, target in enumerate(targets[:-1]):
+        made.append(make("setp.eq.u32", (test, parser.operand(index), i), None, False))
+        made.append(make("bra", (label(target),), test, False))
+    return [*made, make("bra.uni", (label(targets[-1]),), None, False)]
 
 
 def _gathers(ins: Instruction) -> int:
@@ -377,11 +430,12 @@ def _gathers(ins: Instruction) -> int:
     return int(whole or ins.opcode.startswith(_WHOLE_WARP))
 
 
-def _blocks(entry, params, parser, items, threads, arch) -> Kernel:
+def _blocks(items: list[Instruction | str]) -> tuple[list[Block], dict[str, int]]:
+    """Numbers the instructions, splits them into blocks, and gives each branch its label."""
     blocks: list[Block] = [Block(0)]
     labels: dict[str, int] = {}
-    instructions: list[Instruction] = []
     gathered = 0  # by the block so far: who has met need not wait for one another again
+    count = 0
 
     def fresh() -> None:
         nonlocal gathered
@@ -394,8 +448,8 @@ def _blocks(entry, params, parser, items, threads, arch) -> Kernel:
             fresh()
             labels[item] = blocks[-1].index
             continue
-        item.index = len(instructions)
-        instructions.append(item)
+        item.index = count
+        count += 1
         gathers = _gathers(item)
         if item.opcode.startswith(STOPS) and not 0 < gathers <= gathered:
             fresh()
@@ -403,15 +457,12 @@ def _blocks(entry, params, parser, items, threads, arch) -> Kernel:
         blocks[-1].instructions.append(item)
         if item.parts[0] in _JUMPS:
             fresh()
-    for item in instructions:
-        if item.parts[0] == "bra":
-            target = next((t for t in item.operands[0] if t in labels), None)  # pyright: ignore
+    for item in items:
+        if isinstance(item, Instruction) and item.parts[0] == "bra":
+            (candidates,) = item.operands
+            names = candidates if isinstance(candidates, tuple) else ()
+            target = next((str(t) for t in names if t in labels), None)
             if target is None:
                 raise NotImplementedError(f"branch to an unknown label: {item.text}")
             item.operands = (target,)
-    for name in parser.dynamic:
-        parser.shared[name] = -1  # dynamic shared memory: placed behind the static part at launch
-    return Kernel(
-        entry, params, parser.registers, parser.shared, parser.shared_static, blocks, labels,
-        threads, arch, instructions, parser.local, parser.local_bytes,
-    )  # fmt: skip
+    return blocks, labels

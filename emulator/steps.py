@@ -8,29 +8,58 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# A view letter names a bank and the type its rows are seen as.
-BANK = {"p": "P", "h": "H", "j": "H", "e": "H", "u": "R", "i": "R", "f": "R",
-        "U": "D", "I": "D", "F": "D", "X": "D"}  # fmt: skip
-DTYPE = {"p": np.bool_, "h": np.uint16, "j": np.int16, "e": np.float16, "u": np.uint32,
-         "i": np.int32, "f": np.float32, "U": np.uint64, "I": np.int64, "F": np.float64}  # fmt: skip
-LETTER = {"pred": "p", "b16": "h", "u16": "h", "s16": "j", "f16": "e", "bf16": "h", "b32": "u",
-           "u32": "u", "s32": "i", "f32": "f", "tf32": "u", "f16x2": "u", "bf16x2": "u",
-           "b64": "U", "u64": "U", "s64": "I", "f64": "F", "f32x2": "X", "e4m3x2": "h",
-           "e5m2x2": "h", "s16x2": "u", "u16x2": "u"}  # fmt: skip
-BITS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "b32": 32, "b64": 64} | {
-    t: {"h": 16, "j": 16, "e": 16, "u": 32, "i": 32, "f": 32}.get(x, 64)
-    for t, x in LETTER.items()
-    if t != "pred"
+# A view letter names a bank of rows and the type they are seen as. X: pairs of f32 in a D row.
+BANK = {
+    **dict.fromkeys("p", "P"),
+    **dict.fromkeys("hje", "H"),
+    **dict.fromkeys("uif", "R"),
+    **dict.fromkeys("UIFX", "D"),
 }
-NARROW = {"b8": "u8", "u8": "u8", "s8": "i8", "b16": "u16", "u16": "u16", "s16": "i16",
-           "f16": "u16", "bf16": "u16", "b32": "u32", "u32": "u32", "s32": "i32",
-           "e4m3x2": "u16", "e5m2x2": "u16"}  # fmt: skip
+DTYPE = {
+    "p": np.bool_,
+    "h": np.uint16,
+    "j": np.int16,
+    "e": np.float16,
+    "u": np.uint32,
+    "i": np.int32,
+    "f": np.float32,
+    "U": np.uint64,
+    "I": np.int64,
+    "F": np.float64,
+}
+# The types of PTX that fill a row, by the letter as which a register of that width is seen.
+_TYPES = {
+    "p": "pred",
+    "h": "b16 u16 bf16",
+    "j": "s16",
+    "e": "f16",
+    "u": "b32 u32 tf32 f16x2 bf16x2",
+    "i": "s32",
+    "f": "f32",
+    "U": "b64 u64",
+    "I": "s64",
+    "F": "f64",
+    "X": "f32x2",
+}
+LETTER = {type_: letter for letter, types in _TYPES.items() for type_ in types.split()}
+BITS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8} | {
+    type_: {"H": 16, "R": 32, "D": 64}[BANK[letter]]
+    for type_, letter in LETTER.items()
+    if letter != "p"
+}
+# How the low part of a wider register is read.
+NARROW = {
+    **{f"{t}{n}": f"u{n}" for t in "bu" for n in (8, 16, 32)},
+    **{f"s{n}": f"i{n}" for n in (8, 16, 32)},
+}
+# Classes of registers: their bank, and the letters of unsigned and of signed values.
+CLASS_BANK = {"pred": "P", "b16": "H", "b32": "R", "b64": "D"}
 CLASS_LETTERS = {"pred": "p", "b16": "hj", "b32": "ui", "b64": "UI"}
 SPECIAL = re.compile(
-    r"%(tid|ntid|ctaid|nctaid|laneid|warpid|nwarpid|smid|nsmid|gridid|clusterid|nclusterid"
-    r"|cluster_ctaid|cluster_nctaid|cluster_ctarank|cluster_nctarank|is_explicit_cluster|clock"
-    r"|clock64|clock_hi|globaltimer|globaltimer_lo|globaltimer_hi|lanemask_\w\w|envreg\d+"
-    r"|total_smem_size|aggr_smem_size|dynamic_smem_size|pm\d)(\.[xyzw])?$"
+    r"%((?:tid|ntid|ctaid|nctaid|clusterid|nclusterid|cluster_ctaid|cluster_nctaid)\.[xyz]"
+    r"|laneid|warpid|nwarpid|smid|nsmid|gridid|cluster_ctarank|cluster_nctarank"
+    r"|is_explicit_cluster|lanemask_(?:eq|le|lt|ge|gt)|total_smem_size|dynamic_smem_size"
+    r"|clock|clock64|clock_hi|globaltimer|globaltimer_lo|globaltimer_hi)"
 )
 
 

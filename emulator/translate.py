@@ -18,11 +18,12 @@ from types import CodeType
 
 import numpy as np
 
-from . import ptx
+from . import emit_arithmetic, emit_effects, ptx
 from .emit import Emitter
 from .ptx import Instruction, Kernel
 from .steps import DTYPE, Constant, Effect, Products, Pure, literal
 
+_HANDLERS = emit_arithmetic.HANDLERS | emit_effects.HANDLERS
 CLASSES = ("issue", "mufu", "fma", "tensor", "shared", "global", "sync")
 _MUFU = ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh")
 _FMA = ("add", "sub", "mul", "fma", "mad")
@@ -51,7 +52,8 @@ class Program:
         self.falls = [b.index + 1 for b in kernel.blocks]
         self.static = np.zeros((len(kernel.blocks), len(CLASSES)), np.int64)
         for block in kernel.blocks:
-            emit = Emitter(kernel, self.blocks[block.index].steps, block.index + 1)
+            steps = self.blocks[block.index].steps
+            emit = Emitter(kernel, _HANDLERS, steps, block.index + 1)
             for instruction in block.instructions:
                 emit.instruction(instruction)
                 self._classify(block.index, instruction)
