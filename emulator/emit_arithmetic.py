@@ -483,8 +483,15 @@ def _setp(e: Emitter, dst: Operand, a: Operand, b: Operand, *rest: Operand) -> N
         e.pure(value, "pred", target, srcs)
 
 
-_TRUE = {"f32": "1.0", "f16": "0x3C00", "bf16": "0x3F80", "u16": "0xFFFF", "s16": "-1",
-         "u32": "0xFFFFFFFF", "s32": "-1"}  # fmt: skip
+_TRUE = {
+    "f32": "1.0",
+    "f16": "0x3C00",
+    "bf16": "0x3F80",
+    "u16": "0xFFFF",
+    "s16": "-1",
+    "u32": "0xFFFFFFFF",
+    "s32": "-1",
+}
 
 
 @op("set")

@@ -132,8 +132,12 @@ def _half_away(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 # To whole numbers: to nearest even, to nearest and ties away from zero, toward 0, down, up.
 WHOLE: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
-    "rn": np.rint, "rna": _half_away, "rz": np.trunc, "rm": np.floor, "rp": np.ceil,
-}  # fmt: skip
+    "rn": np.rint,
+    "rna": _half_away,
+    "rz": np.trunc,
+    "rm": np.floor,
+    "rp": np.ceil,
+}
 
 
 def from_f64(

@@ -98,9 +98,7 @@ class GlobalMemory:
             shift = old.base - region.base
             for attribute in ("valid", "written"):
                 before = getattr(old, attribute)
-                merged = np.zeros(len(region.data), bool) if attribute == "valid" else np.ones(
-                    len(region.data), bool
-                )
+                merged = np.full(len(region.data), attribute == "written")
                 span = slice(old.low - old.base, old.high - old.base)
                 target = slice(span.start + shift, span.stop + shift)
                 merged[target] = True if before is None else before[span]
@@ -161,7 +159,7 @@ class GlobalMemory:
             if extent in region.outputs and region.written is not None:
                 start = region.written[extent.address - region.base :]
                 axes = ((*extent.shape, extent.itemsize), (*extent.strides, 1))
-                return as_strided(start, *axes).all(-1)
+                return np.asarray(as_strided(start, *axes).all(-1))
         return None
 
     def unwritten(self) -> list[tuple[Extent, int, tuple[int, ...]]]:
@@ -195,9 +193,9 @@ class GlobalMemory:
                 flags[...] = True
             elif not flags.all():
                 report("uninitialised read", f"{region.names} is read before it is written")
-        return as_strided(
-            region.data[start:].view(np.uint8), axes[0][:-1] + (strided.itemsize,), axes[1]
-        ).view(strided.dtype)[..., 0]
+        return as_strided(region.data[start:].view(np.uint8), axes[0], axes[1]).view(strided.dtype)[
+            ..., 0
+        ]
 
     def access(
         self, addresses: NDArray[np.uint64], size: int, count: int, write: bool, report: Report

@@ -101,10 +101,17 @@ def directed(exact: Array, rounding: str) -> Array:
     return np.where(near.astype(f64) < exact, np.nextafter(near, f32(np.inf)), near)
 
 
+def _exact_fma(a: Any, b: Any, c: Any) -> Any:
+    return a * b + c
+
+
 _EXACT: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv,
-    "fma": lambda a, b, c: a * b + c,
-}  # fmt: skip
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "fma": _exact_fma,
+}
 
 
 def exact64(op: str, rounding: str, *args: ArrayLike) -> Array:

@@ -69,8 +69,8 @@ class Counters:
     """What one launch did.
 
     Bytes are counted where they cross the boundary named: `tma_*` by tensor and bulk copies,
-    `ld_global`/`st_global` by ordinary accesses of lanes. `warps[w]` counts warp-instructions of the
-    CTAs' w-th warp by class: issue (all), mufu, fma, tensor, shared, global, sync.
+    `ld_global`/`st_global` by ordinary accesses of lanes. `warps[w]` counts warp-instructions of
+    the CTAs' w-th warp by class: issue (all), mufu, fma, tensor, shared, global, sync.
     """
 
     kernel: str = ""

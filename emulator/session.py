@@ -88,16 +88,11 @@ class Session:
             self._outputs, self._arguments = set(), None
         if outputs and self.options.check and not self._stopped:
             kernel = self.report.launches[-1].kernel if self.report.launches else "no launch"
-            self._finish(
-                [
-                    Finding(
-                        "unwritten output",
-                        f"{size} bytes of {extent.name} are never written, the first at index {at}",
-                        kernel, "", "", 0,
-                    )
-                    for extent, size, at in self._memory.unwritten()
-                ]
-            )  # fmt: skip
+            holes = [
+                f"{size} bytes of {extent.name} are never written, the first at index {at}"
+                for extent, size, at in self._memory.unwritten()
+            ]
+            self._finish([Finding("unwritten output", text, kernel, "", "", 0) for text in holes])
         return result
 
 
@@ -165,9 +160,7 @@ def _extent(name: str, tensor: Tensor, output: bool) -> Extent:
         item = tensor.element_size()
         strides = tuple(s * item for s in tensor.stride())
         return Extent(name, tensor.data_ptr(), tuple(tensor.shape), strides, item, output)
-    return Extent(
-        name, tensor.ctypes.data, tensor.shape, tensor.strides, tensor.itemsize, output
-    )
+    return Extent(name, tensor.ctypes.data, tensor.shape, tensor.strides, tensor.itemsize, output)
 
 
 def _is_float(tensor: Tensor) -> bool:

@@ -125,11 +125,9 @@ class Products(Effect):
 
     def join(self, other: Products) -> bool:
         """Takes over the products of `other` if it may follow at once."""
-        if (
-            (self.accumulator, self.kind) != (other.accumulator, other.kind)
-            or bool(self.registers) != bool(other.registers)
-            or self.guard or other.guard or "'f32'" not in self.kind
-        ):  # fmt: skip
+        alike = (self.accumulator, self.kind) == (other.accumulator, other.kind)
+        alike &= bool(self.registers) == bool(other.registers)
+        if not alike or self.guard or other.guard or "'f32'" not in self.kind:
             return False
         self.reads += other.reads
         self.registers += other.registers
@@ -144,10 +142,8 @@ class Products(Effect):
 
     def finish(self) -> None:
         """Writes the line of code."""
-        if self.registers:
-            a = f"{{u*:{' '.join(self.registers)}}}"
-        else:
-            a = f"({', '.join(self.a)},)"
+        registers = f"{{u*:{' '.join(self.registers)}}}"
+        a = registers if self.registers else f"({', '.join(self.a)},)"
         letter = {"s32": "i", "f16": "u"}.get(self.kind.split("'")[1], "f")
         acc = f"{{{letter}*:{' '.join(self.accumulator)}}}"
         b, scales = ", ".join(self.b), ", ".join(self.scales)

@@ -1,15 +1,16 @@
 """PTX blocks to Python source over NumPy rows: the emulator's compiler.
 
-A unit is one warpgroup; every register is a row of its up to 128 lanes in one of four banks. Inside a
-run of pure instructions, equal operations that do not depend on one another become one array
-operation over many rows (`multiply(f0_64, f7, out=f64_128)`): unrolled kernels execute tens of
-instructions for one NumPy call. Each block has a version for all lanes and one under a mask `m`.
+A unit is one warpgroup; every register is a row of its up to 128 lanes in one of four banks. Inside
+a run of pure instructions, equal operations that do not depend on one another become one array
+operation over many rows (`multiply(rf0_64_1, rf7, out=rf64_128_1)`): unrolled kernels execute tens
+of instructions for one NumPy call. Each block has a version for all lanes and one under a mask `m`.
 
 The generated code calls ufuncs, `ops` and the methods of `machine.Unit` by name.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -139,12 +140,12 @@ class Program:
         base, _, cast = letter.partition(":")
         tail = f".astype({cast})" if cast else ""
         step = rows[1] - rows[0] if len(rows) > 1 else 1
-        if step and all(b - a == step for a, b in zip(rows, rows[1:], strict=False)):
+        if step and all(b - a == step for a, b in itertools.pairwise(rows)):
             stop = rows[-1] + (1 if step > 0 else -1)
             name = f"r{base}{rows[0]}_{stop if stop >= 0 else 'x'}_{step}".replace("-", "n")
             self.names[name] = (base, slice(rows[0], stop if stop >= 0 else None, step))
             return name + tail, not cast
-        return f"{base.replace('X', 'X')}_all[{self.constant(np.array(rows))}]{tail}", False
+        return f"{base}_all[{self.constant(np.array(rows))}]{tail}", False
 
     def constant(self, value: np.ndarray) -> str:
         for name, known in self.constants.items():
@@ -217,7 +218,7 @@ class Program:
             register, negated = item.guard
             row = self.view("p", register)
             guard = f"~{row}" if negated else row
-            lines.append(f"q = m & {guard}" if masked else f"q = {guard} & live" )
+            lines.append(f"q = m & {guard}" if masked else f"q = {guard} & live")
             lines.append("if cnz(q):")
             mask = "q"
             body = [" " + line for line in body]
@@ -243,8 +244,6 @@ class Program:
     def _render(self, batch: list[Pure], dst: str, is_view: bool, masked: bool) -> list[str]:
         pure = batch[0]
         args = [self._source(batch, i) for i in range(len(pure.srcs))]
-        if pure.letter == "X":
-            args = [a for a in args]
         where = self._where(pure, masked)
         if pure.direct and is_view:
             tail = f", where={where}" if where else ""
@@ -275,7 +274,7 @@ class Program:
             return str(value)
         values = [p.srcs[i][1] for p in batch]
         if isinstance(value, Constant):
-            numbers = [p.srcs[i][1].value for p in batch]  # pyright: ignore
+            numbers = [v.value for v in values if isinstance(v, Constant)]
             if len({repr(n) for n in numbers}) == 1:
                 return literal(numbers[0])
             return self.constant(np.array(numbers, DTYPE[value.letter])[:, None])
@@ -305,8 +304,10 @@ class _Names:
             target, value = self._pattern.sub(fill, dst.strip()), self._pattern.sub(fill, value)
             value = value.replace("{m}", self.mask)
             if not masked:
-                return f"{pad}{target}[...] = {value}" if "[" not in target else (
+                return (
                     f"{pad}{target} = {value}"
+                    if "[" in target
+                    else (f"{pad}{target}[...] = {value}")
                 )
             if "[" in target:
                 return f"{pad}{target} = where({self.mask}, {value}, {target})"
