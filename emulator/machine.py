@@ -13,12 +13,12 @@ import ctypes
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import ops
+from . import mufu, ops
 from .checker import Clock, Clocks, Conflict, Shadow
 from .instructions import Instructions
 from .loader import Launch
@@ -359,6 +359,10 @@ def _short(text: str, width: int = 160) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
+# Arithmetic for `Options.exact`.
+_EXACT_OPS = SimpleNamespace(**(vars(ops) | {"ex2_ftz": mufu.ex2}))
+
+
 class Unit(Instructions):
     """One warpgroup: registers, groups of lanes, and the instructions' effects (its base class)."""
 
@@ -397,7 +401,8 @@ class Unit(Instructions):
         self.views["X"] = banks["D"].view(np.float32).reshape(size["D"], self.lanes, 2)
         space = dict(ops.NAMES)
         space |= {f"{letter}_all": view for letter, view in self.views.items()}
-        space |= {"ops": ops, "STALL": STALL, "live": np.ones(self.lanes, bool)}
+        arithmetic = _EXACT_OPS if self.machine.options.exact else ops
+        space |= {"ops": arithmetic, "STALL": STALL, "live": np.ones(self.lanes, bool)}
         self.space = space
         self._known: int = 0
         launch = self.machine.launch

@@ -22,8 +22,8 @@ class Options:
         seed: for order "random".
         raise_on_fault: raise `KernelFault` after a launch with findings; else only report.
         max_findings: stop the launch after so many.
-        exact: sum 16-bit products on the tensor cores as the hardware does, cutting off where it
-            does; slower.
+        exact: sum 16-bit products on the tensor cores, and interpolate 2**x, as the hardware does,
+            cutting off where it does; slower.
     """
 
     check: bool = True
