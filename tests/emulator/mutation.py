@@ -183,20 +183,20 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def survey(case: Case) -> list[Verdict]:
-    """Verdicts on every mutant of every kernel that the case launches."""
+def survey(case: Case, every: int = 1) -> list[Verdict]:
+    """Verdicts on the mutants, or on each `every`-th, of every kernel that the case launches."""
     expected, finding, launches = execute(case, "eager", 0)
     assert finding is None, f"the unmutated kernel has a finding: {finding}"
     return [
         judge(case, launch, mutant, expected)
         for launch in launches.values()
-        for mutant in mutants_of(launch)
+        for mutant in list(mutants_of(launch))[::every]
     ]
 
 
 @dataclasses.dataclass
 class Score:
-    """A survey weighed against the committed list."""
+    """A survey weighed against the committed list; `stale` has meaning for a whole survey alone."""
 
     name: str
     verdicts: list[Verdict]

@@ -1,0 +1,21 @@
+"""Every synchronising instruction matters, and the checker notices (see mutation.py)."""
+
+import pytest
+
+from . import cases
+from .mutation import Score, survey
+
+
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [("forward-64", 1), ("forward-128", 5), ("fa4-forward", 10), ("fa4-backward", 10)],
+)
+def test_mutants_are_caught_and_named_or_known_to_be_harmless(name: str, every: int) -> None:
+    if name.startswith("fa4"):
+        pytest.importorskip("flash_attn.cute.interface", reason="the peer is not installed")
+    score = Score(name, survey(cases.CASES[name](), every))
+    print(score)
+    assert not score.missed, str(score)
+    if every == 1:
+        assert not score.stale, str(score)
+        assert score.share >= 0.95
