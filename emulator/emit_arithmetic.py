@@ -678,9 +678,11 @@ def _cvt_from_int(e: Emitter, to: str, from_: str) -> tuple[str, str]:
         return f"ops.encode(ops.wide_int({{0}}), '{to}', '{rounding}', False)", "b16"
     if to == "f32" and rounding != "rn":
         return f"ops.directed(ops.wide_int({{0}}), '{rounding}')", to
-    if to == "f32" or (to == "f64" and (rounding == "rn" or BITS[from_] < 64)):
-        return f"{to}({{0}})", to
-    raise Unknown
+    if to == "f64" and rounding != "rn":
+        return f"ops.exact64('add', '{rounding}', {{0}}, 0)", to
+    if to not in ("f32", "f64"):
+        raise Unknown
+    return f"{to}({{0}})", to
 
 
 def _cvt_float(e: Emitter, to: str, from_: str) -> tuple[str, str]:

@@ -126,7 +126,7 @@ def exact64(op: str, rounding: str, *args: ArrayLike) -> Array:
         try:
             near = exact.numerator / exact.denominator
         except OverflowError:
-            near = math.copysign(math.inf, exact)
+            near = math.inf if exact > 0 else -math.inf
         up = rounding == "rp" or (rounding == "rz" and exact < 0)
         down = rounding == "rm" or (rounding == "rz" and exact > 0)
         if down and near > exact:
@@ -490,9 +490,9 @@ def wide_int(x: Array) -> Array:
     """Integers as float64, rounded to odd where they have more than 53 bits."""
     if x.dtype.itemsize < 8:
         return x.astype(f64)
-    large = (x >> x.dtype.type(10)) | ((x & x.dtype.type(1023)) != 0)
+    large = (x >> x.dtype.type(11)) | ((x & x.dtype.type(2047)) != 0)
     small = np.abs(x.astype(f64)) < 2.0**53
-    return np.where(small, x.astype(f64), large.astype(f64) * 1024.0)
+    return np.where(small, x.astype(f64), large.astype(f64) * 2048.0)
 
 
 def float_to_int(x: Array, dtype: Any, rounding: str) -> Array:
