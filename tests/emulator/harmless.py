@@ -5,6 +5,12 @@ _FRESH = "the first wait for a stage that was never filled: its parity always pa
 _TAIL = "the producer's last waits keep a CTA of a cluster alive for its peers; there are none"
 _COVERED = "the wgmma.fence before it covers these registers: nothing touches them in between"
 _TURNS = "the warpgroups' turns are for speed alone: every product waits for its own operands"
+_TWICE = "another barrier between the same accesses orders them already"
+_NO_EARLIER = "one tile a CTA: no earlier store reads the buffer, and dV and dK have one each"
+_LATER = (
+    "Q is released after all products, and the producer waits for that before it loads dO again"
+)
+_TOGETHER = "the commit of dK's store takes dV's along"
 
 _FENCE = "dropped: wgmma.fence.sync.aligned in `@cute.jit`"
 _TURN = (
@@ -13,6 +19,8 @@ _TURN = (
 )
 _WAIT = "wait dropped: mbarrier.try_wait.parity.shared.b64 in "
 _RELEASE = "mbarrier.arrive.shared.b64 in `pipeline_q.consumer_release_w_index(0)`"
+_WGMMA_WAIT = "wgmma.wait_group.sync.aligned in `warpgroup.wait_group(wg_wait)`"
+_BULK_WAIT = "cp.async.bulk.wait_group.read in `cute.arch.cp_async_bulk_wait_group(1, read=True)`"
 
 HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
     "forward-64": {_FENCE: (3, _COVERED), _TURN: (1, _TURNS)},
@@ -29,5 +37,21 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
         _WAIT + "`pipeline_k.producer_acquire(kv_producer_state)`": (1, _FRESH),
         _WAIT + "`pipeline_q.producer_acquire_w_index_phase(0, q_producer_phase)`": (1, _FRESH),
         _WAIT + "`pipeline_v.producer_tail(kv_producer_state)`": (2, _TAIL),
+    },
+    "fa4-backward": {
+        _FENCE: (3, _COVERED),
+        _WAIT + "`pipeline_Q.producer_acquire(`": (1, _FRESH),
+        _WAIT + "`pipeline_dO.producer_acquire(`": (1, _FRESH),
+        _WAIT + "`pipeline_dO.producer_acquire(producer_state_dO_cur)`": (1, _FRESH),
+        "dropped: wgmma.commit_group.sync.aligned in `warpgroup.commit_group()`": (1, _LATER),
+        f"dropped: {_WGMMA_WAIT}": (1, _LATER),
+        f"one group more: {_WGMMA_WAIT}": (1, _LATER),
+        f"dropped: {_BULK_WAIT}": (2, _NO_EARLIER),
+        f"one group more: {_BULK_WAIT}": (2, _NO_EARLIER),
+        "dropped: bar.sync in `epi_barrier.arrive_and_wait()`": (2, _TWICE),
+        "dropped: cp.async.bulk.commit_group in `cute.arch.cp_async_bulk_commit_group()`": (
+            1,
+            _TOGETHER,
+        ),
     },
 }
