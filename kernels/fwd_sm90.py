@@ -29,6 +29,7 @@ from ..layouts.fragments import accumulator, as_operand_a, offsets, origin, rows
 from ..layouts.gmem import sequence_first, tma_tiles
 from ..layouts.hardware import (
     L2_BYTES,
+    SMS,
     TMA_ALIGNMENT_BYTES,
     WARP_THREADS,
     WARPGROUP_THREADS,
@@ -96,6 +97,7 @@ class FwdSm90:
     def __init__(self, facts: ForwardFacts, tiles: Tiles) -> None:
         self.facts = facts
         self.tiles = tiles
+        self.persistent = tiles.persistent and not facts.causal
         self.dtype = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}[facts.dtype]
         columns, columns_v = padded_head_dim(facts.head_dim), padded_head_dim(facts.head_dim_v)
         self.shape_q = (WGMMA_ROWS, columns)
@@ -182,7 +184,7 @@ class FwdSm90:
         )
         args = Args(tma_q, tma_k, tma_v, tma_o, lse, load_q, load_k, load_v, store_o, scale, order)
         self.kernel(args).launch(
-            grid=[order.count, 1, 1],
+            grid=[cutlass.min(order.count, SMS) if self.persistent else order.count, 1, 1],
             block=[self.graph.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -208,8 +210,12 @@ class FwdSm90:
 
         smem, layouts, tiles = SmemAllocator(), self.smem_layouts(), self.tiles
         barriers = smem.allocate_array(cutlass.Int64, self.graph.mbarriers)
-        slabs = allocate(smem, self.dtype, tiles.consumer_warpgroups * tiles.slab_elements)
-        sQ, sO = view(slabs, layouts.q), view(slabs, layouts.o)  # Q, and later O in its place
+        elements = tiles.consumer_warpgroups * tiles.slab_elements
+        slabs = allocate(smem, self.dtype, elements)
+        sQ = view(slabs, layouts.q)
+        if const_expr(self.persistent):
+            slabs = allocate(smem, self.dtype, elements)
+        sO = view(slabs, layouts.o)  # in the place of Q, unless the next Q is on its way there
         sK = view(allocate(smem, self.dtype, cute.cosize(layouts.k)), layouts.k)
         sV = view(allocate(smem, self.dtype, cute.cosize(layouts.v)), layouts.v)
         edges = self.graph.build(barriers)
@@ -303,9 +309,15 @@ class FwdSm90:
                 for step in cutlass.range(masked, kv_end, unroll=1):
                     tile = kv_end - 1 - step
                     load_k, load_v = self.step(share, rows, load_k, load_v, tile, masked=False)
+            if const_expr(self.persistent):
+                slab.release()  # every score is there
+            if kv_end > 0:
                 load_v = self.last_product(share, load_v)
             self.store(args, share, rows, sO)
-            slab.release()  # only now: O was there
+            if const_expr(not self.persistent):
+                slab.release()  # only now: O was there
+        if const_expr(self.persistent):
+            self.stored(share)
 
     def share(self, args, group, sQ, sK, sV) -> Share:
         """Fragments and running state of consumer warpgroup `group`."""
@@ -405,7 +417,10 @@ class FwdSm90:
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, share.mma_o).get_slice(share.thread)
         first, threads = self.graph.barrier("store_o")
-        cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)  # Q is read
+        if const_expr(self.persistent):
+            self.stored(share)
+        # The place of O is free: Q is read, or the last O.
+        cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO[None, None, share.group]))
         cute.arch.fence_view_async_shared()  # TMA will read what was written here
         cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)  # O is written
@@ -415,4 +430,11 @@ class FwdSm90:
             slab = tOgO[None, rows.first // WGMMA_ROWS]
             cute.copy(args.store_o, tOsO[None, share.group], slab)
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # before the slab is lent again
+        if const_expr(not self.persistent):
+            self.stored(share)  # before the slab is lent again
+
+    @cute.jit
+    def stored(self, share: Share):
+        """The warp that stores waits until TMA has read O."""
+        if share.thread < WARP_THREADS:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -47,6 +47,9 @@ class Tiles:
     registers_consume: int  # per thread of a consumer warpgroup
     ping_pong: bool  # consumer warpgroups take turns on the tensor cores
     reason: str
+    # Without a causal mask: one CTA an SM takes tiles in turn, and loads the next Q while O leaves
+    # from a slab of its own. Under a causal mask fixed turns would leave SMs idle at the end.
+    persistent: bool = False
 
     def __post_init__(self) -> None:
         if self.arch not in SMEM_BYTES:
@@ -112,6 +115,8 @@ class Tiles:
     def smem_bytes(self) -> int:
         """Shared memory of one CTA."""
         slabs = self.consumer_warpgroups * self.slab_elements * ELEMENT_BYTES
+        if self.persistent:
+            slabs *= 2
         rings = self.stages_k * self.k_bytes + self.stages_v * self.v_bytes
         return BARRIER_BYTES + slabs + rings
 
@@ -134,6 +139,7 @@ FORWARD: tuple[Tiles, ...] = (
         registers_load=32,
         registers_consume=160,
         ping_pong=True,
+        persistent=True,
         reason="S, P and O take 128 registers a thread: a third warpgroup fits, 9 to 27 % faster "
         "than two at 4k and 16k; ping-pong is worth 3 to 5 % (H200, benchmarks/NOTES.md)",
     ),
@@ -148,7 +154,8 @@ FORWARD: tuple[Tiles, ...] = (
         registers_load=24,
         registers_consume=240,
         ping_pong=True,
-        reason="161 KiB; S, P and O take 160 registers: a third warpgroup (160 each) would spill",
+        persistent=True,
+        reason="193 KiB; S, P and O take 160 registers: a third warpgroup (160 each) would spill",
     ),
 )
 

@@ -8,6 +8,7 @@ WARPGROUP_WARPS = 4
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 
 SMEM_BYTES = {"sm_90a": 227 * 1024}  # of one CTA
+SMS = 132  # of an H100 or H200; a GPU with fewer runs the same grid in more than one wave
 L2_BYTES = 32 * 2**20  # that K and V of a section of heads may fill, of the 50 MB there are
 REGISTER_FILE = 65536  # 32-bit registers of an SM
 REGISTERS_PER_THREAD = range(24, 257, 8)  # what setmaxnreg takes

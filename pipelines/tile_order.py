@@ -11,8 +11,8 @@ class TileOrder:
     """Tiles in one line, so that no extent meets the limit of 65,535 of a grid's y and z.
 
     Under a causal mask the last q_tile has most to do. Tiles then come longest first, so that the
-    short ones fill the gaps at the end, by sections of sequences whose K and V stay in the L2 cache.
-    Otherwise q_tile runs fastest: CTAs that start together share K and V.
+    short ones fill the gaps at the end, by sections of sequences whose K and V stay in the L2
+    cache. Otherwise q_tile runs fastest: CTAs that start together share K and V.
     """
 
     q_tiles: Int32
