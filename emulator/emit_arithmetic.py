@@ -77,9 +77,7 @@ def _special(e: Emitter, dst: Operand, *args: Operand) -> None:
 
 def _float(e: Emitter, type_: str, dst: Operand, args: tuple[Operand, ...]) -> None:
     value, modifiers = _FLOAT_OPS[e.head]
-    count = value.count("{")
-    chained = len(args) == 3 and e.head in ("min", "max")
-    if len(args) != count and not chained:
+    if len(args) != value.count("{") and not (len(args) == 3 and e.head in ("min", "max")):
         raise Unknown
     if type_ == "f64":
         modifiers = modifiers.replace("ftz", "").replace("sat", "")
@@ -90,37 +88,43 @@ def _float(e: Emitter, type_: str, dst: Operand, args: tuple[Operand, ...]) -> N
     if type_ in ("f16", "bf16") and e.head in ("add", "sub", "fma") and e.flag("f32"):
         # f32 out of narrow sources, all but the last
         widen = {"f16": "f32({})", "bf16": "ops.bf16_to_f32({})"}[type_]
-        holes[:-1] = [widen.format(h) for h in holes[:-1]]
+        holes[:-1] = [widen.format(hole) for hole in holes[:-1]]
         types[-1] = type_ = "f32"
     if type_ in _HALVES:
         return _half(e, type_, dst, args, rounding, flags)
-    if type_ == "f64" and (rounding in _ROUNDINGS[1:] or e.head in ("fma", "mad")):
+    directed = rounding in _ROUNDINGS[1:]
+    if type_ == "f64" and (directed or e.head in ("fma", "mad")):
         if e.head not in ("add", "sub", "mul", "div", "fma", "mad"):
             raise Unknown
-        name = e.head.replace("mad", "fma")
-        code = f"ops.exact64('{name}', '{rounding}', {', '.join(holes)})"
+        code = f"ops.exact64('{e.head.replace('mad', 'fma')}', '{rounding}', {', '.join(holes)})"
         return e.pure(code, type_, dst, [(type_, a) for a in args])
-    if "ftz" in flags and e.head != "ex2":
-        holes = [f"ops.ftz({h})" for h in holes]
-    if "abs" in flags:
-        holes = [f"absolute({h})" for h in holes]
-    if "NaN" in flags:
-        value = _NAN[e.head]
-    if rounding in _ROUNDINGS[1:]:
+    if directed:
         value = _WIDE.get(e.head) or f"{value[:-1]}, dtype=f64)"
         if rounding == "rm" and e.head in _WIDE:
             value = f"{value[:-1]}, down=True)"
         value = f"ops.directed({value}, '{rounding}')"
-    code = value.format(*holes)
-    if chained:
-        code = value.format(code, holes[2])
+    ftz = "ftz" in flags
+    if ftz and e.head == "ex2":  # the hot one
+        code = "ops.ex2_ftz({0})"
+    else:
+        code = _value(e.head, value, [f"ops.ftz({h})" for h in holes] if ftz else holes, flags)
+        code = f"ops.ftz({code})" if ftz else code
+    e.pure(code, type_, dst, list(zip(types, args, strict=True)))
+
+
+def _value(head: str, value: str, holes: list[str], flags: set[str]) -> str:
+    """`value` of two or three sources, with the modifiers that do not depend on the type."""
+    if "NaN" in flags:
+        value = _NAN[head]
+    inner = [f"absolute({hole})" for hole in holes] if "abs" in flags else holes
+    code = value.format(*inner)
+    if head in ("min", "max") and len(holes) == 3:
+        code = value.format(code, inner[2])
     if "xorsign" in flags:
-        code = f"ops.xorsign({code}, {{0}}, {{1}})"
+        code = f"ops.xorsign({code}, {holes[0]}, {holes[1]})"
     if "sat" in flags:
         code = f"ops.saturate({code})"
-    if "ftz" in flags:
-        code = "ops.ex2_ftz({0})" if e.head == "ex2" else f"ops.ftz({code})"
-    e.pure(code, type_, dst, list(zip(types, args, strict=True)))
+    return f"ops.relu({code})" if "relu" in flags else code
 
 
 def _half(
@@ -132,9 +136,7 @@ def _half(
     flags: set[str],
 ) -> None:
     """f16 and bf16, one or two in a word: a function of float64 values, rounded to nearest."""
-    if e.head not in _HALF_OPS:
-        raise Unknown
-    if rounding not in ("", "rn"):
+    if e.head not in _HALF_OPS or rounding not in ("", "rn"):
         raise Unknown
     word = f"b{BITS[type_]}"
     sign = {"f16": 0x8000, "f16x2": 0x80008000}[type_.removeprefix("b")]
@@ -142,16 +144,7 @@ def _half(
         code = f"{{0}} ^ {sign}" if e.head == "neg" else f"{{0}} & {sign ^ (1 << BITS[type_]) - 1}"
         return e.pure(code, word, dst, [(word, args[0])])
     names = ["a", "b", "c"][: len(args)]
-    inner = [f"absolute({n})" for n in names] if "abs" in flags else names
-    value = _WIDE.get(e.head) or _FLOAT_OPS[e.head][0]
-    if "NaN" in flags:
-        value = _NAN[e.head]
-    value = value.format(*inner)
-    if "xorsign" in flags:
-        value = f"ops.xorsign({value}, a, b)"
-    for name, function in (("sat", "saturate"), ("relu", "relu")):
-        if name in flags:
-            value = f"ops.{function}({value})"
+    value = _value(e.head, _WIDE.get(e.head) or _FLOAT_OPS[e.head][0], names, flags)
     holes = ", ".join(f"{{{i}}}" for i in range(len(args)))
     tail = ", ftz=True" if "ftz" in flags else ""
     code = f"ops.narrow('{type_}', lambda {', '.join(names)}: {value}, {holes}{tail})"

@@ -73,7 +73,7 @@ def _setmaxnreg(e: Emitter, count: Operand) -> None:
     e.effect(f"if not setmaxnreg({count}, {increase}, {{m}}, {e.site}): return STALL")
 
 
-@op("prefetch", "prefetchu", "applypriority", "discard")
+@op("prefetch", "prefetchu", "applypriority")
 def _hint(e: Emitter, *operands: Operand) -> None:
     e.parts.clear()  # a hint, whatever it says
 
