@@ -4,6 +4,7 @@
 #   make test    the tests
 #   make lint    style and types
 #   make bench   time forward against cuDNN (needs a Hopper GPU)
+#   make mutation  break kernels in every synchronising instruction: does the checker notice?
 #
 # TORCH may name another build, PYTHON another interpreter (3.10 or later), and JOBS how many tests
 # run at once.
@@ -16,14 +17,17 @@ venv := .venv
 bin := $(venv)/bin
 installed := $(venv)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench mutation clean
 .DELETE_ON_ERROR:
 
 demo bench: $(installed)
 	$(bin)/python -m hopwell $@
 
 test: $(installed)
-	$(bin)/python -m pytest -n $(JOBS)
+	$(bin)/python -m pytest -n $(JOBS) --dist loadfile
+
+mutation: $(installed)
+	$(bin)/python -m tests.emulator.mutation forward-64 forward-128 fa4-forward fa4-backward
 
 lint: $(installed)
 	$(bin)/ruff check

@@ -208,13 +208,14 @@ def test_rows_to_come(tiles: Tiles) -> None:
 
 
 @pytest.mark.parametrize("ctas", [1, 3])
-def test_fewer_ctas_than_tiles_take_them_in_turn(ctas: int) -> None:
-    """The loop over tiles, the slab that O borrows from the next Q included."""
-    c = case(D64, 500, 300, (2, 1))
+@pytest.mark.parametrize("facts", [D64, D64_FULL], ids=["causal", "full"])
+def test_fewer_ctas_than_tiles_take_them_in_turn(facts: ForwardFacts, ctas: int) -> None:
+    """The loop over tiles: O in a slab that the next Q waits for, and in one of its own."""
+    c = case(facts, 500, 300, (2, 1))
     session = Session(emulator.Options(order="random", seed=ctas))
     with loader.intercept(lambda launch: session.launch(replace(launch, grid=(ctas, 1, 1)))):
-        session.call(build(D64).call, c.q, c.k, c.v, c.o, c.lse, c.scale, outputs=(c.o, c.lse))
-    check(D64, c)
+        session.call(build(facts).call, c.q, c.k, c.v, c.o, c.lse, c.scale, outputs=(c.o, c.lse))
+    check(facts, c)
 
 
 def test_more_than_65535_batches_make_one_grid() -> None:
