@@ -29,9 +29,16 @@ def forward(order: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = (torch.randn(1, n, 1, 32).bfloat16() for n in (LEN_Q, LEN_KV, LEN_KV))
     out, lse = torch.empty_like(q), torch.empty(1, 1, LEN_Q)
     report = emulator.run(
-        build(replace(FACTS, causal=True), TILES).call, q, k, v, out, lse, 0.2,
-        outputs=(out, lse), options=emulator.Options(counters=False, order=order, seed=seed),
-    )  # fmt: skip
+        build(replace(FACTS, causal=True), TILES).call,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        0.2,
+        outputs=(out, lse),
+        options=emulator.Options(counters=False, order=order, seed=seed),
+    )
     assert not report.findings
     return out, lse
 

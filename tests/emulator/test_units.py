@@ -8,9 +8,10 @@ import struct
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+
 from hopwell.emulator import formats, tensor_core, tma
 from hopwell.emulator.granules import GRANULE
-from numpy.typing import NDArray
 
 TORCH = {
     "bf16": torch.bfloat16,

@@ -288,7 +288,7 @@ def test_an_sm_version_without_kernels(call: Any) -> None:
 
 def test_emulate_order() -> None:
     with pytest.raises(ValueError) as raised:
-        hopwell.emulate("sm_90a", order="lazy").__enter__()  # type: ignore[arg-type]
+        hopwell.emulate("sm_90a", **{"order": "lazy"}).__enter__()
     assert str(raised.value) == (
         "order is 'lazy'; needs one of eager, deferred, random; pass one of those"
     )

@@ -71,9 +71,16 @@ def run(
     """Every byte of the outputs must be written, unless `outputs` says not to look."""
     written = (c.o, c.lse) if outputs else ()
     emulator.run(
-        build(facts, tiles).call, c.q, c.k, c.v, c.o, c.lse, c.scale,
-        outputs=written, options=emulator.Options(**options),
-    )  # fmt: skip
+        build(facts, tiles).call,
+        c.q,
+        c.k,
+        c.v,
+        c.o,
+        c.lse,
+        c.scale,
+        outputs=written,
+        options=emulator.Options(**options),
+    )
 
 
 def check(facts: ForwardFacts, c: Case) -> None:

@@ -74,11 +74,12 @@ RESULTS = (collatz, nested, ladder, raw_loop, leaver)
 def _collatz(x: Int32) -> Int32:
     steps = Int32(0)
     while x != 1:
-        if x & 1 != 0:  # noqa: SIM108
-            x = 3 * x + 1
-        else:
-            x = x // 2
         steps += 1
+        if x & 1 == 0:  # a branch that lanes take apart, hence no conditional expression
+            x = x // 2
+        else:
+            x = x + x
+            x = x + x // 2 + 1
     return steps
 
 

@@ -14,9 +14,18 @@ from .launch import compile, fake
 THREADS = 128
 # The branches of `build_mistakes`.
 (
-    NONE, NO_BARRIER, NEVER_WRITTEN, PAST_SHARED, PAST_GLOBAL, MISALIGNED_STORE, MISALIGNED_BULK,
-    TWO_COUNTS, ARRIVALS, CP_ASYNC, OPERAND_A,
-) = range(11)  # fmt: skip
+    NONE,
+    NO_BARRIER,
+    NEVER_WRITTEN,
+    PAST_SHARED,
+    PAST_GLOBAL,
+    MISALIGNED_STORE,
+    MISALIGNED_BULK,
+    TWO_COUNTS,
+    ARRIVALS,
+    CP_ASYNC,
+    OPERAND_A,
+) = range(11)
 
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], 64, [$2];"
 _PRODUCT = (

@@ -160,7 +160,7 @@ MOVES: list[Move] = [
     _async("cp.async.ca.shared.global", 4, ", n"),
     _async("cp.async.ca.shared.global", 8, ", n"),
     _async("cp.async.cg.shared.global", 16, ", n"),
-]  # fmt: skip
+]
 
 
 def build_moves() -> Any:
@@ -297,7 +297,7 @@ REDUCTIONS: list[BulkReduction] = [
     BulkReduction("xor.b32", np.bitwise_xor),
     BulkReduction("add.u64", lambda t, s: (t.view(np.uint64) + s.view(np.uint64)).view(np.uint32)),
     BulkReduction("inc.u32", lambda t, s: np.where(t >= s, 0, t + 1).astype(np.uint32)),
-]  # fmt: skip
+]
 
 
 def bulk_inputs() -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:

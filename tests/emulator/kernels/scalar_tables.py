@@ -218,7 +218,10 @@ def approximation(
 ) -> Op:
     """float32 sources; the result is within the tolerance the PTX manual gives."""
     kinds = "r:" + "r" * len(inputs)
-    near = lambda *a: expect(*map(f32, a))  # noqa: E731
+
+    def near(*a):
+        return expect(*map(f32, a))
+
     return Op(opcode, kinds, near, inputs, result="f32", rtol=rtol, atol=atol)
 
 
@@ -425,9 +428,14 @@ def _bits() -> list[Op]:
 
 
 def _floats() -> list[Op]:
-    add: Expect = lambda a, b: a + b  # noqa: E731
-    multiply: Expect = lambda a, b: a * b  # noqa: E731
-    fma: Expect = lambda a, b, c: a * b + c  # noqa: E731
+    def add(a, b):
+        return a + b
+
+    def multiply(a, b):
+        return a * b
+
+    def fma(a, b, c):
+        return a * b + c
 
     def flushed(f: Expect) -> Expect:
         return lambda *a: flush(nm.rounded(f(*map(flush, a)), nm.F32))
@@ -612,7 +620,10 @@ def _to_halves(fmt: str) -> list[Op]:
 
     rows: list[Op] = []
     for mode in ("rn", "rz"):
-        one = lambda a, m=mode: nm.rounded(f32(a), spec, m)  # noqa: E731
+
+        def one(a, m=mode):
+            return nm.rounded(f32(a), spec, m)
+
         rows.append(op(f"cvt.{mode}.{fmt}.f32", "h:r", one, "f32", result=fmt))
         for relu_, f in (("", pair), (".relu", relu)):
             opcode = f"cvt.{mode}{relu_}.{fmt}x2.f32"
@@ -628,7 +639,10 @@ def _eights() -> list[Op]:
         ("e5m2", nm.E5M2, nm.e5m2_bits, nm.e5m2_values),
     ):
         narrow = partial(nm.rounded, fmt=spec, saturate=True)
-        positive = lambda x, n=narrow: or_nan(np.maximum(n(x), 0.0), x)  # noqa: E731
+
+        def positive(x, n=narrow):
+            return or_nan(np.maximum(n(x), 0.0), x)
+
         rows += [
             op(
                 f"cvt.rn.satfinite.{name}x2.f32",
@@ -660,7 +674,9 @@ def _eights() -> list[Op]:
 
 def _packed() -> list[Op]:
     ops: list[Op] = []
-    fma: Expect = lambda a, b, c: a * b + c  # noqa: E731
+
+    def fma(a, b, c):
+        return a * b + c
 
     def positive(a: nm.Floats, b: nm.Floats, c: nm.Floats) -> nm.Floats:
         return or_nan(np.maximum(fma(a, b, c), 0.0), fma(a, b, c))

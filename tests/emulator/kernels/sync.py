@@ -201,9 +201,20 @@ def build_timers() -> Any:
 
 
 SPECIAL = (
-    "tid.x", "tid.y", "tid.z", "ntid.x", "ntid.y", "ntid.z", "ctaid.x", "ctaid.y", "ctaid.z",
-    "nctaid.x", "nctaid.y", "nctaid.z", "laneid",
-)  # fmt: skip
+    "tid.x",
+    "tid.y",
+    "tid.z",
+    "ntid.x",
+    "ntid.y",
+    "ntid.z",
+    "ctaid.x",
+    "ctaid.y",
+    "ctaid.z",
+    "nctaid.x",
+    "nctaid.y",
+    "nctaid.z",
+    "laneid",
+)
 BLOCK = (8, 4, 3)
 GRID = (3, 2, 2)
 

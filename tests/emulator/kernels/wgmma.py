@@ -274,7 +274,7 @@ CASES: list[Case] = [
     Case("bf16", "bf16", "f32", 64, "32B", steps=3),
     Case("bf16", "bf16", "f32", 64, "none", a_mn=True, b_mn=True, steps=2),
     Case("bf16", "bf16", "f32", 128, a_mn=True, b_mn=True, steps=2),
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
