@@ -1,10 +1,10 @@
 """Warpgroups, CTAs and clusters: runs a translated kernel, and stops it with a report when it errs.
 
-A `Unit` is one warpgroup: its registers, and groups of lanes that share a program counter. The group
-with the lowest counter runs first and groups merge where they meet, so divergent lanes reconverge
-as early as they can. An instruction that has to wait stalls its group; units take turns, and when
-nothing can move, asynchronous work that was held back completes, then another cluster starts, and
-then it is a deadlock.
+A `Unit` is one warpgroup: its registers, and groups of lanes that share a program counter. The
+group with the lowest counter runs first and groups merge where they meet, so divergent lanes
+reconverge as early as they can. An instruction that has to wait stalls its group; units take turns,
+and when nothing can move, asynchronous work that was held back completes, then another cluster
+starts, and then it is a deadlock.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import mufu, ops
-from .checker import Clock, Clocks, Conflict, Shadow
+from .checker import Clock, Clocks, Shadow
 from .instructions import Instructions
 from .loader import Launch
 from .memory import GlobalMemory, SharedMemory
 from .ptx import SHARED_BASE, Instruction, Param
-from .report import Counters, Finding, KernelFault, Options, Stop
+from .report import Counters, Finding, Options, Stop
 from .steps import BANK, DTYPE
 from .translate import Program, program
 
@@ -160,7 +160,7 @@ class Cluster:
         self.clocks.start(0, self.warps)
         for rank, cta in enumerate(self.ctas):
             at = (rank % cx, rank // cx % cy, rank // (cx * cy))
-            cta.start(tuple(f + a for f, a in zip(first, at, strict=True)))  # pyright: ignore
+            cta.start((first[0] + at[0], first[1] + at[1], first[2] + at[2]))
         self.running = True
 
     def step(self) -> bool:
@@ -225,6 +225,8 @@ class Machine:
         )
         self.parameter_bytes = np.frombuffer(self.parameters + bytes(64), np.uint8)
         self.clock = 0
+        self.spins = 0  # rounds in which units moved and nothing changed
+        self.slots: list[Cluster] = []
         self.stopped = False  # at a finding after which nothing more can be said
 
     def report(self, kind: str, message: str, site: int, fatal: bool = False) -> None:
@@ -269,8 +271,9 @@ class Machine:
             self.report(
                 "resources",
                 f"{shared} bytes of shared memory a CTA; an SM gives at most {SHARED_LIMIT}",
-                -1, fatal=True,
-            )  # fmt: skip
+                -1,
+                fatal=True,
+            )
         grid, size = self.launch.grid, self.launch.cluster
         waiting = [
             (x, y, z)
@@ -281,8 +284,7 @@ class Machine:
         if self.random:
             self.random.shuffle(waiting)
         waiting.reverse()
-        slots: list[Cluster] = []
-        self.slots = slots
+        slots = self.slots
         idle = 0
         while True:
             running = [slot for slot in slots if slot.running]
@@ -304,7 +306,7 @@ class Machine:
             ended = sum(1 for slot in running if not slot.running)
             after = sum(slot.version for slot in slots), len(running) - ended
             # Units that spin on memory move without progress: let others in after a while.
-            self.spins = 0 if (before != after or not moved) else getattr(self, "spins", 0) + 1
+            self.spins = 0 if (before != after or not moved) else self.spins + 1
             idle = idle + 1 if not moved else (1 if self.spins > 200 and waiting else 0)
             if self.spins > 5000:
                 self._deadlock(running)
@@ -323,14 +325,16 @@ class Machine:
                         stood.append((not (group.wait and group.wait.helpless()), where, text))
         stood.sort(key=lambda entry: entry[0])  # the cause first: others wait for those warps
         self.report(
-            "deadlock", "\n  ".join(["no warp can move", *(text for _, _, text in stood)]),
-            stood[0][1], fatal=True,
-        )  # fmt: skip
+            "deadlock",
+            "\n  ".join(["no warp can move", *(text for _, _, text in stood)]),
+            stood[0][1],
+            fatal=True,
+        )
 
     def _count(self) -> None:
         counters = self.counters
         static = self.program.static
-        for slot in getattr(self, "slots", []):
+        for slot in self.slots:
             for cta in slot.ctas:
                 for unit in cta.units:
                     counts = unit.block_counts()  # [warps, blocks]
@@ -407,10 +411,12 @@ class Unit(Instructions):
         self._known: int = 0
         launch = self.machine.launch
         threads = np.arange(self.first, self.first + self.lanes, dtype=np.uint32)
-        bx, by, bz = launch.block
+        bx, by, _ = launch.block
         space["tid_x"], space["tid_y"], space["tid_z"] = (
-            threads % bx, threads // bx % by, threads // (bx * by),
-        )  # fmt: skip
+            threads % bx,
+            threads // bx % by,
+            threads // (bx * by),
+        )
         space["laneid"] = self.lane_id
         space["warpid"] = threads // 32
         for axis, a in enumerate("xyz"):
@@ -424,9 +430,13 @@ class Unit(Instructions):
         space |= {"dynamic_smem_size": launch.smem_bytes, "total_smem_size": launch.smem_bytes}
         one = np.uint32(1)
         below = (one << self.lane_id) - one
-        space |= {"lanemask_lt": below, "lanemask_le": below | (one << self.lane_id),
-                  "lanemask_eq": one << self.lane_id, "lanemask_gt": ~(below | (one << self.lane_id)),
-                  "lanemask_ge": ~below}  # fmt: skip
+        space |= {
+            "lanemask_lt": below,
+            "lanemask_le": below | (one << self.lane_id),
+            "lanemask_eq": one << self.lane_id,
+            "lanemask_gt": ~(below | (one << self.lane_id)),
+            "lanemask_ge": ~below,
+        }
         for name in dir(Instructions):
             if not name.startswith("_"):
                 space[name] = getattr(self, name)
@@ -460,7 +470,8 @@ class Unit(Instructions):
             self._known = len(names)
             space.update(program.constants)
         exec(code, space)
-        function: FunctionType = space["block"]  # pyright: ignore[reportAssignmentType]
+        function = space["block"]
+        assert isinstance(function, FunctionType)
         (self.masked if masked else self.full)[pc] = function
         return function
 
