@@ -418,9 +418,8 @@ class FwdSm90:
         copy = cute.make_tiled_copy_C(atom, share.mma_o).get_slice(share.thread)
         first, threads = self.graph.barrier("store_o")
         if const_expr(self.persistent):
-            self.stored(share)
-        # The place of O is free: Q is read, or the last O.
-        cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)
+            self.stored(share)  # the last O has left
+        cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)  # Q is read
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO[None, None, share.group]))
         cute.arch.fence_view_async_shared()  # TMA will read what was written here
         cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)  # O is written

@@ -80,9 +80,10 @@ FAULTS = [
     Fault(
         "Q is released before O, written in its place, is stored",
         {
-            "self.store(args, share, rows, sO)\n            slab.release()": (
+            "self.store(args, share, rows, sO)": (
                 "slab.release()\n            self.store(args, share, rows, sO)"
-            )
+            ),
+            "slab.release()  # only now: O was there": "pass",
         },
         kind="race",
         message=rf"write {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix\S+ .* "
@@ -162,8 +163,9 @@ FAULTS = [
     Fault(
         "the rows of O past the last whole slab are not written",
         {
-            "if share.thread < WARP_THREADS:": (
-                "if share.thread < WARP_THREADS and rows.first + WGMMA_ROWS <= rows.mask.len_q:"
+            "if share.thread < WARP_THREADS:\n            gO": (
+                "if share.thread < WARP_THREADS and rows.first + WGMMA_ROWS <= rows.mask.len_q:\n"
+                "            gO"
             )
         },
         kind="unwritten output",
