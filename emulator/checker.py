@@ -102,27 +102,27 @@ class Clocks:
     def _tick(self, warp: int) -> None:
         self.rows[warp, 0, warp] += 1
 
-    def release(self, warp: int, lanes: int) -> Clock:
-        """What `lanes` of a warp hand over."""
-        clock = self.rows[warp].copy()
-        clock[0, warp] = self._visible(warp, lanes)
-        self._tick(warp)
-        return clock
+    def release(
+        self, warps: slice, lanes: Sequence[int], into: Clock | None = None
+    ) -> Clock:
+        """What `lanes` of each warp hand over, joined to `into`, which may be overwritten."""
+        rows = self.rows[warps].copy()
+        for i, warp in enumerate(range(warps.start, warps.stop)):
+            if self.wrote[warp] & ~lanes[i]:
+                rows[i, 0, warp] = self.covered[warp]
+            self._tick(warp)
+        clock = rows.max(0)
+        return clock if into is None else self.join(into, clock)
 
-    def acquire(self, warp: int, clock: Clock) -> None:
-        """The warp has synchronised with agents that had seen `clock`."""
-        row = self.rows[warp]
-        if self.wrote[warp]:  # what comes back of the warp's own writes, all its lanes have seen
-            self.covered[warp] = max(self.covered[warp], int(clock[0, warp]))
-            if self.covered[warp] >= self.wrote_at[warp]:
-                self.wrote[warp] = 0
-        if clock.shape[1] == self.capacity:
-            own = row[0, warp]
-            np.maximum(row, clock, out=row)
-            row[0, warp] = own
-        else:
-            width = clock.shape[1]
-            np.maximum(row[:, :width], clock, out=row[:, :width])
+    def acquire(self, warps: slice, clock: Clock) -> None:
+        """The warps have synchronised with agents that had seen `clock`."""
+        for warp in range(warps.start, warps.stop):
+            if self.wrote[warp]:  # what comes back of the warp's own writes, all its lanes have seen
+                self.covered[warp] = max(self.covered[warp], int(clock[0, warp]))
+                if self.covered[warp] >= self.wrote_at[warp]:
+                    self.wrote[warp] = 0
+        rows = self.rows[warps, :, : clock.shape[1]]
+        np.maximum(rows, clock, out=rows)
 
     def observe(self, warp: int, agent: int, epoch: int) -> None:
         """The warp has waited for an asynchronous agent's operations up to `epoch`."""
@@ -180,26 +180,28 @@ class _AsyncReader:
     """Last reads by asynchronous agents that read together (a warpgroup's wgmma)."""
 
     agents: NDArray[np.intp]
-    epochs: NDArray[np.int32]
-    top: int = 0
+    epochs: NDArray[np.int32]  # of each 16-byte row
+    sites: NDArray[np.int32]
+    top: int = 0  # the highest epoch
 
 
 class Shadow:
     """Last accesses to each cell of one CTA's shared memory; 16-byte rows of equal cells.
 
     Cells are as small as the kernel's smallest shared access, so that neighbours never share one.
+    Most checks end early: where the accessing warps have seen a reader's last read of anything, or
+    all of a tile has one writer.
     """
 
     def __init__(self, size: int, cell_bytes: int, warps: int) -> None:
         self.cell_bytes = cell_bytes
         shape = (-(-size // 16), 16 // cell_bytes)
-        self.shape = shape
         self.writer = np.full(shape, -1, np.int16)
         self.written_at = np.zeros(shape, np.int32)
         self.write_site = np.zeros(shape, np.int32)
-        self.read_site = np.zeros(shape, np.int32)
-        self.generic_reads = np.zeros((warps, *shape), np.int32)
-        self.generic_readers: list[int] = []
+        self.read_site = np.zeros(shape, np.int32)  # of lanes' reads
+        self.reads = np.zeros((warps, *shape), np.int32)  # by lanes of each warp
+        self.last_read = np.zeros(warps, np.int32)  # the highest epoch in `reads`
         self.async_readers: dict[Hashable, _AsyncReader] = {}
 
     def clear(self) -> None:
@@ -210,55 +212,84 @@ class Shadow:
         """Memory that holds a barrier is no data."""
         self.writer[row, cells] = -1
 
+    def cells(self, offsets: NDArray[np.int64], nbytes: int) -> NDArray[np.int64]:
+        """Flat numbers of the cells that accesses of `nbytes` at byte offsets cover, [lanes, n]."""
+        span = np.arange(max(1, nbytes // self.cell_bytes))
+        return (offsets // self.cell_bytes)[:, None] + span
+
+    def put(self, cells: NDArray[np.int64], agents: NDArray | int, epochs: NDArray | int) -> None:
+        """Makes agents the last writers of cells."""
+        self.writer.reshape(-1)[cells] = agents
+        self.written_at.reshape(-1)[cells] = epochs
+
     def generic(
-        self, clocks: Clocks, warps: NDArray[np.intp], rows: NDArray[np.intp],
-        cells: NDArray[np.intp], write: bool, site: int,
+        self, clocks: Clocks, present: slice, warps: NDArray[np.intp], cells: NDArray[np.int64],
+        write: bool, site: int,
     ) -> Conflict | str | None:  # fmt: skip
-        """Checks and records ordinary accesses; index arrays broadcast to one entry a cell."""
-        where = (rows, cells)
-        writer, at = self.writer[where], self.written_at[where]
-        found: Conflict | str | None = None
+        """Checks and records accesses of lanes.
+
+        Args:
+            present: warps that take part.
+            warps: of each lane, [lanes, 1].
+            cells: of each lane, [lanes, n].
+        """
+        writer, at = self.writer.take(cells), self.written_at.take(cells)
         if not write and writer.min() < 0:
             return "uninitialised"
-        wrong = clocks.rows[warps, 0, writer] < at
-        if write:
-            wrong &= writer >= 0
+        found: Conflict | str | None = None
+        seen = clocks.rows[present, 0].min(0)  # by all that take part
+        wrong = seen.take(writer) < at
         if wrong.any():
-            found = self._conflict("write", writer, self.write_site[where], rows, wrong)
+            wrong = clocks.rows[warps, 0, writer] < at
+            if write:
+                wrong &= writer >= 0
+        if wrong.any():
+            sites = self.write_site.take(cells)
+            found = self._conflict("write", writer, sites, self._rows(cells), wrong)
         elif write:
-            found = self._read_conflict(clocks, warps, rows, cells)
+            found = self._read_conflict(clocks, seen, warps, cells)
+        own = clocks.rows[warps, 0, warps]
         if write:
-            self.writer[where] = warps
-            self.written_at[where] = clocks.rows[warps, 0, warps]
-            self.write_site[where] = site
+            self.put(cells, warps, own)
+            self.write_site.reshape(-1)[cells] = site
         else:
-            self.generic_reads[(warps, *where)] = clocks.rows[warps, 0, warps]
-            self.read_site[where] = site
-            for warp in np.unique(warps).tolist():
-                if warp not in self.generic_readers:
-                    self.generic_readers.append(warp)
+            self.reads.reshape(-1)[warps * self.writer.size + cells] = own
+            self.read_site.reshape(-1)[cells] = site
+            for warp in range(present.start, present.stop):
+                self.last_read[warp] = clocks.rows[warp, 0, warp]
         return found
 
-    def _read_conflict(self, clocks, warps, rows, cells) -> Conflict | None:
-        for reader in self.generic_readers:
-            wrong = self.generic_reads[reader, rows, cells] > clocks.rows[warps, 0, reader]
-            wrong &= warps != reader
+    def _rows(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
+        return cells // (16 // self.cell_bytes)
+
+    def _late(self, seen: NDArray[np.int32]) -> list[int]:
+        """Warps that have read what `seen` does not include."""
+        return np.flatnonzero(self.last_read > seen[: len(self.last_read)]).tolist()
+
+    def _read_conflict(self, clocks, seen, warps, cells) -> Conflict | None:
+        for reader in self._late(seen):
+            wrong = self.reads[reader].take(cells) > clocks.rows[warps, 0, reader]
             if wrong.any():
-                agents = np.broadcast_to(reader, wrong.shape)
-                return self._conflict("read", agents, self.read_site[rows, cells], rows, wrong)
+                sites = self.read_site.take(cells)
+                return self._conflict("read", reader, sites, self._rows(cells), wrong)
         for reader in self.async_readers.values():
-            limit = clocks.rows[warps, 0][..., reader.agents].min(-1)
-            wrong = reader.epochs[rows, cells] > limit
-            if wrong.any():
-                agents = np.broadcast_to(reader.agents[0], wrong.shape)
-                return self._conflict("read", agents, self.read_site[rows, cells], rows, wrong)
+            if reader.top > seen[reader.agents].min():
+                rows = self._rows(cells)
+                limit = clocks.rows[warps, 0, reader.agents].min(1, keepdims=True)
+                wrong = reader.epochs.take(rows) > limit
+                if wrong.any():
+                    agent, sites = reader.agents[0], reader.sites.take(rows)
+                    return self._conflict("read", agent, sites, rows, wrong)
         return None
 
     @staticmethod
     def _conflict(kind, agents, sites, rows, wrong, fence: bool = False) -> Conflict:
+        """The first of the wrong accesses; arrays broadcast to their shape."""
         where = tuple(np.argwhere(wrong)[0])
-        row = np.broadcast_to(rows, wrong.shape)[where]
-        return Conflict(kind, int(agents[where]), int(sites[where]), int(row), fence)
+        agent, site, row = (
+            int(np.broadcast_to(x, wrong.shape)[where]) for x in (agents, sites, rows)
+        )
+        return Conflict(kind, agent, site, row, fence)
 
     def async_read(
         self, eyes: NDArray[np.int32], seen: NDArray[np.int32], rows: NDArray[np.intp] | slice,
@@ -267,20 +298,26 @@ class Shadow:
         """Checks and records reads of whole 16-byte rows by the asynchronous proxy."""
         reader = self.async_readers.get(key)
         if reader is None:
-            reader = _AsyncReader(np.array(agents), np.zeros(self.shape, np.int32))
+            count = len(self.writer)
+            reader = _AsyncReader(
+                np.array(agents), np.zeros(count, np.int32), np.zeros(count, np.int32)
+            )
             self.async_readers[key] = reader
         writer, at = self.writer[rows], self.written_at[rows]
         if writer.min(initial=0) < 0:
             return "uninitialised"
-        wrong = eyes[writer] < at
         reader.epochs[rows] = epoch
+        reader.sites[rows] = site
         reader.top = epoch
-        self.read_site[rows] = site
-        if wrong.any():
-            return self._write_conflict(rows, writer, at, wrong, seen)
-        return None
+        return self._write_conflict(rows, writer, at, eyes, seen)
 
-    def _write_conflict(self, rows, writer, at, wrong, seen) -> Conflict:
+    def _write_conflict(self, rows, writer, at, eyes, seen) -> Conflict | None:
+        agent = int(writer.max(initial=-1))
+        if agent == writer.min(initial=agent) and (agent < 0 or at.max() <= eyes[agent]):
+            return None
+        wrong = (eyes.take(writer) < at) & (writer >= 0)
+        if not wrong.any():
+            return None
         where = tuple(np.argwhere(wrong)[0])
         fence = bool(seen[writer[where]] >= at[where])
         return self._conflict(
@@ -292,11 +329,8 @@ class Shadow:
         agent: int, epoch: int, site: int,
     ) -> Conflict | None:  # fmt: skip
         """Checks and records writes of whole 16-byte rows by the asynchronous proxy."""
-        writer, at = self.writer[rows], self.written_at[rows]
-        wrong = (eyes[writer] < at) & (writer >= 0)
-        if wrong.any():
-            found = self._write_conflict(rows, writer, at, wrong, seen)
-        else:
+        found = self._write_conflict(rows, self.writer[rows], self.written_at[rows], eyes, seen)
+        if found is None:
             found = self._read_conflict_async(seen, rows)
         self.writer[rows] = agent
         self.written_at[rows] = epoch
@@ -304,19 +338,18 @@ class Shadow:
         return found
 
     def _read_conflict_async(self, seen, rows) -> Conflict | None:
-        for reader in self.generic_readers:
-            wrong = self.generic_reads[reader][rows] > seen[reader]
+        for reader in self._late(seen):
+            wrong = self.reads[reader][rows] > seen[reader]
             if wrong.any():
-                agents = np.broadcast_to(reader, wrong.shape)
-                return self._conflict("read", agents, self.read_site[rows], _row_numbers(rows), wrong)
+                sites = self.read_site[rows]
+                return self._conflict("read", reader, sites, _row_numbers(rows), wrong)
         for reader in self.async_readers.values():
             limit = int(seen[reader.agents].min())
             if reader.top > limit:
-                wrong = reader.epochs[rows] > limit
+                wrong = (reader.epochs[rows] > limit)[:, None]
                 if wrong.any():
-                    agents = np.broadcast_to(reader.agents[0], wrong.shape)
-                    return self._conflict("read", agents, self.read_site[rows], _row_numbers(rows),
-                                          wrong)  # fmt: skip
+                    agent, sites = reader.agents[0], reader.sites[rows][:, None]
+                    return self._conflict("read", agent, sites, _row_numbers(rows), wrong)
         return None
 
 

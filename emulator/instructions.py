@@ -136,11 +136,18 @@ class Instructions:
             return self.group.warps
         return tuple(np.flatnonzero(m.reshape(-1, 32).any(1)).tolist())
 
+    def _spans(self, warps: tuple[int, ...]) -> list[slice]:
+        """Warps of this unit as runs of warps of the cluster."""
+        first, last = warps[0], warps[-1]
+        if last - first + 1 == len(warps):
+            return [slice(self.warp0 + first, self.warp0 + last + 1)]
+        return [slice(self.warp0 + w, self.warp0 + w + 1) for w in warps]
+
     def _release(self, m: Mask, into: Clock | None) -> Clock | None:
-        for w in self._warps(m):
-            into = self.clocks.join(
-                into, self.clocks.release(self.warp0 + w, self._lane_bits(m, w) | self._gone(w))
-            )
+        for span in self._spans(self._warps(m)):
+            warps = range(span.start - self.warp0, span.stop - self.warp0)
+            lanes = [self._lane_bits(m, w) | self._gone(w) for w in warps]
+            into = self.clocks.release(span, lanes, into)
         return into
 
     def _gone(self, warp: int) -> int:
@@ -148,8 +155,8 @@ class Instructions:
 
     def _acquire(self, m: Mask, clock: Clock | None) -> None:
         if clock is not None:
-            for w in self._warps(m):
-                self.clocks.acquire(self.warp0 + w, clock)
+            for span in self._spans(self._warps(m)):
+                self.clocks.acquire(span, clock)
 
     def _stalled(
         self, ready: Callable[[], bool], describe: Callable[[], str],
@@ -379,16 +386,13 @@ class Instructions:
         self, cta: Cta, offsets: NDArray[np.int64], nbytes: int, lanes: NDArray[np.intp],
         m: Mask, write: bool, site: int,
     ) -> None:  # fmt: skip
-        cell = cta.shadow.cell_bytes
-        rows = (offsets >> 4)[:, None]
-        cells = ((offsets & 15) // cell)[:, None] + np.arange(max(1, min(nbytes, 16) // cell))
-        if nbytes > 16:
-            rows = rows + np.arange(nbytes // 16)[None, :].repeat(16 // cell, 1)
-            cells = np.tile(np.arange(16 // cell), nbytes // 16)[None, :]
-        warps = self.lane_warp[lanes][:, None]
-        found = cta.shadow.generic(self.clocks, warps, rows, cells, write, site)
+        warps = self._warps(m)
+        found = cta.shadow.generic(
+            self.clocks, slice(self.warp0 + warps[0], self.warp0 + warps[-1] + 1),
+            self.lane_warp[lanes][:, None], cta.shadow.cells(offsets, nbytes), write, site,
+        )  # fmt: skip
         if write:
-            for w in self._warps(m):
+            for w in warps:
                 self.clocks.wrote_shared(self.warp0 + w, self._lane_bits(m, w))
         if found is not None:
             self._race(found, write, cta, site)
@@ -652,12 +656,9 @@ class Instructions:
 
     def _mark_atomic(self, cta: Cta, offsets, nbytes: int, lanes) -> None:
         """Atomics do not race with one another; they count as writes for what follows."""
-        cell = cta.shadow.cell_bytes
-        cells = ((offsets & 15) // cell)[:, None] + np.arange(max(1, nbytes // cell))
-        rows = (offsets >> 4)[:, None]
         warps = self.lane_warp[lanes][:, None]
-        cta.shadow.writer[rows, cells] = warps
-        cta.shadow.written_at[rows, cells] = self.clocks.rows[warps, 0, warps]
+        cells = cta.shadow.cells(offsets, nbytes)
+        cta.shadow.put(cells, warps, self.clocks.rows[warps, 0, warps])
 
     def ldmatrix(self, addresses: Any, count: int, trans: bool, m: Mask, site: int) -> list:
         spots, lanes = self._matrix(addresses, count, trans, m, site, False)
@@ -1400,14 +1401,11 @@ class Instructions:
         counts = np.broadcast_to(np.asarray(read), (self.lanes,))[lanes].astype(np.int64)
         if self.check:
             self._check_shared(cta, offsets, size, lanes, m, True, site)
-            cell = cta.shadow.cell_bytes
-            rows = (offsets >> 4)[:, None]
-            cells = ((offsets & 15) // cell)[:, None] + np.arange(size // cell)
+            cells = cta.shadow.cells(offsets, size)
             for w in self._warps(m):
                 agent = self._cp_agent(self.warp0 + w)
-                mine = lanes // 32 == w
-                cta.shadow.writer[rows[mine], cells[mine]] = agent
-                cta.shadow.written_at[rows[mine], cells[mine]] = int(self.clocks.issued[agent]) + 1
+                epoch = int(self.clocks.issued[agent]) + 1
+                cta.shadow.put(cells[lanes // 32 == w], agent, epoch)
         if self.counting:
             self.machine.counters.ld_global_bytes += int(counts.sum())
             self.machine.counters.shared_write_bytes += size * len(lanes)
@@ -1470,10 +1468,7 @@ class Instructions:
             if self.check:
                 self._sees_init(object_, only, site)
                 self._check_shared(cta, offsets, nbytes, np.array([lane]), only, True, site)
-                cell = cta.shadow.cell_bytes
-                cells = (int(offsets[0]) & 15) // cell + np.arange(nbytes // cell)
-                cta.shadow.writer[int(offsets[0]) >> 4, cells] = object_.agent
-                cta.shadow.written_at[int(offsets[0]) >> 4, cells] = epoch
+                cta.shadow.put(cta.shadow.cells(offsets, nbytes), object_.agent, epoch)
 
             def work(cta=cta, offsets=offsets, lane=lane, object_=object_, epoch=epoch) -> None:
                 target = cta.shared.typed(size, len(values))
@@ -1489,12 +1484,13 @@ class Instructions:
         self.dirty |= reads | writes
         if (self.hot_acc & (reads | writes)) or (self.hot_src & writes):
             hot_acc, hot_src = self._in_flight(min(self.wgmma_waited[w] for w in self.group.warps))
-            for read, written, at in self.program.touches.get(site, ((reads, writes, site),)):
-                if (hot_acc & (read | written)) or (hot_src & written):
-                    self.report(
-                        "register in flight", "a register is used while a wgmma that has not been "
-                        "waited for may still write or read it", at,
-                    )  # fmt: skip
+            steps = self.program.touches.get(site, [(reads, writes, site)])
+            sites = [at for read, written, at in steps if hot_acc & (read | written)]
+            for at in sites or [at for _, written, at in steps if hot_src & written]:
+                self.report(
+                    "register in flight", "a register is used while a wgmma that has not been "
+                    "waited for may still write or read it", at,
+                )  # fmt: skip
 
     def wgmma_fence(self) -> None:
         self.dirty = 0

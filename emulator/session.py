@@ -57,18 +57,18 @@ class Session:
 
     def _makes_nan(self, arguments: tuple[Any, ...]) -> bool:
         """Whether a written element of an output is NaN though every input is finite."""
-        made = False
+        made, inputs = False, []
         for name, tensor in _tensors(arguments):
             if not _is_float(tensor):
                 continue
-            values = torch.as_tensor(tensor).float()
+            values = torch.as_tensor(tensor)
             extent = _extent(f"argument {name}", tensor, _address(tensor) in self._outputs)
             written = self._memory.written(extent) if extent.output else None
             if written is not None:
                 made |= bool((values.isnan().numpy() & written).any())
-            elif not values.isfinite().all():
-                return False
-        return made
+            else:
+                inputs.append(values)
+        return made and all(bool(values.isfinite().all()) for values in inputs)
 
     def _finish(self, findings: list[Finding]) -> None:
         self.report.findings += findings

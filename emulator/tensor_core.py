@@ -30,6 +30,7 @@ Major = Literal["k", "mn"]
 
 K_BYTES = 32  # of one operand row that an instruction multiplies
 _SWIZZLES = (0, 3, 2, 1)  # descriptor bits 62-63 to a mode of `swizzle`
+_SINGLE_THREAD = 1 << 18  # multiply-adds from which on OpenBLAS wakes threads, dear for so little
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,10 @@ def mma(
     Raises:
         ValueError: an integer product with K beyond 256, where f32 sums would stop being exact.
     """
-    product = np.dot(a.T, b)  # [(h, w, g), (e, j, q)]
+    step = max(1, _SINGLE_THREAD // (64 * b.shape[1]))
+    product = np.dot(a[:step].T, b[:step])  # [(h, w, g), (e, j, q)]
+    for k in range(step, len(a), step):
+        product += np.dot(a[k : k + step].T, b[k : k + step])
     if neg_a != neg_b:
         np.negative(product, out=product)
     j = b.shape[1] // 8
