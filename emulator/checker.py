@@ -6,9 +6,9 @@ mbarrier, the wgmma groups of a warpgroup, the bulk groups of a thread. A synchr
 hands over what the releasing agent has seen; an access is in order if its agent has seen the
 conflicting one before it.
 
-Each agent keeps two rows of clocks (PTX memory model, "proxies"): what it has seen, and what of that
-is visible to the asynchronous proxy if it starts a TMA or wgmma now. A generic write passes from the
-first row to the second only by a `fence.proxy.async` somewhere on the way.
+Each agent keeps two rows of clocks (PTX memory model, "proxies"): what it has seen, and what of
+that is visible to the asynchronous proxy if it starts a TMA or wgmma now. A generic write passes
+from the first row to the second only by a `fence.proxy.async` somewhere on the way.
 
 Shadows hold, for each granule of shared memory, the last writer and the last read of each reader.
 Clocks only grow, and a CTA starts having seen everything, so shadows are reused without clearing.
@@ -102,9 +102,7 @@ class Clocks:
     def _tick(self, warp: int) -> None:
         self.rows[warp, 0, warp] += 1
 
-    def release(
-        self, warps: slice, lanes: Sequence[int], into: Clock | None = None
-    ) -> Clock:
+    def release(self, warps: slice, lanes: Sequence[int], into: Clock | None = None) -> Clock:
         """What `lanes` of each warp hand over, joined to `into`, which may be overwritten."""
         rows = self.rows[warps].copy()
         for i, warp in enumerate(range(warps.start, warps.stop)):
@@ -117,7 +115,8 @@ class Clocks:
     def acquire(self, warps: slice, clock: Clock) -> None:
         """The warps have synchronised with agents that had seen `clock`."""
         for warp in range(warps.start, warps.stop):
-            if self.wrote[warp]:  # what comes back of the warp's own writes, all its lanes have seen
+            if self.wrote[warp]:
+                # What comes back of the warp's own writes, all its lanes have seen.
                 self.covered[warp] = max(self.covered[warp], int(clock[0, warp]))
                 if self.covered[warp] >= self.wrote_at[warp]:
                     self.wrote[warp] = 0
@@ -223,9 +222,14 @@ class Shadow:
         self.written_at.reshape(-1)[cells] = epochs
 
     def generic(
-        self, clocks: Clocks, present: slice, warps: NDArray[np.intp], cells: NDArray[np.int64],
-        write: bool, site: int,
-    ) -> Conflict | str | None:  # fmt: skip
+        self,
+        clocks: Clocks,
+        present: slice,
+        warps: NDArray[np.intp],
+        cells: NDArray[np.int64],
+        write: bool,
+        site: int,
+    ) -> Conflict | str | None:
         """Checks and records accesses of lanes.
 
         Args:
@@ -292,9 +296,15 @@ class Shadow:
         return Conflict(kind, agent, site, row, fence)
 
     def async_read(
-        self, eyes: NDArray[np.int32], seen: NDArray[np.int32], rows: NDArray[np.intp] | slice,
-        key: Hashable, agents: Sequence[int], epoch: int, site: int,
-    ) -> Conflict | str | None:  # fmt: skip
+        self,
+        eyes: NDArray[np.int32],
+        seen: NDArray[np.int32],
+        rows: NDArray[np.intp] | slice,
+        key: Hashable,
+        agents: Sequence[int],
+        epoch: int,
+        site: int,
+    ) -> Conflict | str | None:
         """Checks and records reads of whole 16-byte rows by the asynchronous proxy."""
         reader = self.async_readers.get(key)
         if reader is None:
@@ -325,9 +335,14 @@ class Shadow:
         )
 
     def async_write(
-        self, eyes: NDArray[np.int32], seen: NDArray[np.int32], rows: NDArray[np.intp] | slice,
-        agent: int, epoch: int, site: int,
-    ) -> Conflict | None:  # fmt: skip
+        self,
+        eyes: NDArray[np.int32],
+        seen: NDArray[np.int32],
+        rows: NDArray[np.intp] | slice,
+        agent: int,
+        epoch: int,
+        site: int,
+    ) -> Conflict | None:
         """Checks and records writes of whole 16-byte rows by the asynchronous proxy."""
         found = self._write_conflict(rows, self.writer[rows], self.written_at[rows], eyes, seen)
         if found is None:
@@ -354,6 +369,5 @@ class Shadow:
 
 
 def _row_numbers(rows: NDArray[np.intp] | slice) -> NDArray[np.intp]:
-    if isinstance(rows, slice):
-        rows = np.arange(rows.start, rows.stop)
-    return rows[:, None]
+    numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else np.asarray(rows)
+    return numbers[:, None]

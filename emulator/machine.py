@@ -437,6 +437,7 @@ class Unit(Instructions):
             "lanemask_gt": ~(below | (one << self.lane_id)),
             "lanemask_ge": ~below,
         }
+        space["branch"] = self.branch
         for name in dir(Instructions):
             if not name.startswith("_"):
                 space[name] = getattr(self, name)

@@ -1,0 +1,401 @@
+"""Fences, named barriers, cluster barriers and mbarriers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .accesses import Accesses
+from .checker import Clock
+from .lanes import FULL, Mask
+from .ptx import SHARED_BASE
+
+if TYPE_CHECKING:
+    from .machine import Cta, Mbarrier, NamedBarrier
+
+
+class Barriers(Accesses):
+    """How a unit waits and is waited for."""
+
+    # Fences and barriers -------------------------------------------------------------------------
+
+    def fence(self, kind: str, m: Mask, site: int) -> None:
+        if kind in ("proxy_async", "mbarrier_init"):
+            if kind == "proxy_async":
+                for w in self._warps(m):
+                    bits = self._lane_bits(m, w) | self._gone(w)
+                    self.clocks.fence(self.warp0 + w, bits)
+            for barrier in self.mbar_inits:
+                barrier.fenced = True
+            self.mbar_inits.clear()
+            self.fenced_clock = self._release(m, None)
+
+    fenced_clock: Clock | None = None
+
+    def _named(self, barrier: Any, m: Mask, site: int) -> NamedBarrier | None:
+        """The barrier all active lanes name; None after splitting the group if they differ."""
+        if np.ndim(barrier) == 0:
+            return self.cta.named[int(barrier) & 15]
+        lanes = self._active(m)
+        ids = np.unique(barrier[lanes])
+        if len(ids) == 1:
+            return self.cta.named[int(ids[0]) & 15]
+        return None
+
+    def _arrive_named(self, named: NamedBarrier, count: Any, m: Mask, site: int) -> bool:
+        """Counts the active lanes; True if that completes the barrier."""
+        lanes = self.lanes - int(self.exited.sum()) if m is None else int(np.count_nonzero(m))
+        expected = self._at(count, 0 if m is None else int(m.argmax()))
+        if expected % 32:
+            self.report(
+                "barrier misuse",
+                f"a barrier of {expected} threads: a multiple of 32 is needed",
+                site,
+            )
+        if named.arrived and expected != named.expected:
+            self.report(
+                "barrier misuse",
+                f"a barrier is used for {expected} threads and, at "
+                f"{self.machine.source(named.first_site)}, for {named.expected}",
+                site,
+            )
+        if not named.arrived:
+            named.first_site = site
+        named.expected = expected
+        named.arrived += lanes
+        if self.check:
+            named.clock = self._release(m, named.clock)
+        return self._complete_named(named, site)
+
+    def _complete_named(self, named: NamedBarrier, site: int) -> bool:
+        need = named.expected or self.cta.live
+        if named.arrived < need:
+            return False
+        if named.arrived > need:
+            self.report(
+                "barrier misuse", f"{named.arrived} threads arrive at a barrier of {need}", site
+            )
+        named.arrived = 0
+        named.done, named.clock = named.clock, None
+        named.generation += 1
+        self.cta.cluster.version += 1
+        return True
+
+    def lanes_left(self, lanes: int) -> None:
+        """Lanes exited: barriers of all threads need them no longer."""
+        for named in self.cta.named:
+            if named.arrived and named.expected == 0 and self.cta.live:
+                self._complete_named(named, named.first_site)
+
+    def bar_arrive(self, barrier: Any, count: Any, m: Mask, site: int) -> None:
+        named = self._named(barrier, m, site)
+        if named is not None:
+            self._arrive_named(named, count, m, site)
+            return
+        lanes = self._active(m)
+        for one in np.unique(barrier[lanes]):
+            part = (barrier == one) & (self._everyone if m is None else m)
+            self._arrive_named(self.cta.named[int(one) & 15], count, part, site)
+
+    def bar_sync(self, barrier: Any, count: Any, m: Mask, site: int) -> bool:
+        group = self.group
+        if isinstance(group.ticket, tuple):
+            named, generation = group.ticket
+            if named.generation == generation:
+                return self._hold(named, barrier, m)
+        else:
+            named = self._named(barrier, m, site)
+            if named is None:
+                return self._split_by_barrier(barrier, m)
+            generation = named.generation
+            if not self._arrive_named(named, count, m, site):
+                group.ticket = (named, generation)
+                return self._hold(named, barrier, m)
+        group.ticket = None
+        if self.check:
+            self._acquire(m, named.done)
+            for w in self._warps(m):
+                self.clocks.sync_warp(self.warp0 + w)
+        return True
+
+    def _hold(self, named: NamedBarrier, barrier: Any, m: Mask) -> bool:
+        number = self._at(barrier, 0 if m is None else int(m.argmax()))
+        generation = named.generation
+        return self._stalled(
+            lambda: named.generation != generation,
+            lambda: (
+                f"barrier {number} has {named.arrived} of {named.expected or self.cta.live} threads"
+            ),
+        )
+
+    def _split_by_barrier(self, barrier: NDArray, m: Mask) -> bool:
+        """Warps of one group name different barriers: each becomes a group that waits alone."""
+        from .machine import Group
+
+        group, active = self.group, self._everyone if m is None else m
+        self.groups.remove(group)
+        for one in np.unique(barrier[active]):
+            mask = (barrier == one) & active
+            part = Group(
+                group.pc, mask, tuple(np.flatnonzero(mask.reshape(-1, 32).any(1)).tolist())
+            )
+            part.ticket = "alone"
+            self.groups.append(part)
+        return self._stalled(lambda: True, lambda: "")
+
+    def bar_red(self, barrier: Any, count: Any, value: Any, op: str, m: Mask, site: int) -> bool:
+        group = self.group
+        active = self._everyone if m is None else m
+        if not isinstance(group.ticket, tuple):
+            named = self._named(barrier, m, site)
+            if named is None:
+                return self._split_by_barrier(barrier, m)
+            if not named.arrived:
+                named.votes = []
+            named.votes.append(np.broadcast_to(value, (self.lanes,))[active])
+        else:
+            named = group.ticket[0]
+        if not self.bar_sync(barrier, count, m, site):
+            return False
+        votes = np.concatenate(named.votes)
+        results = {"popc": int(votes.sum()), "and": votes.all(), "or": votes.any()}
+        self._reduced = results[op]
+        return True
+
+    def bar_result(self) -> Any:
+        return self._reduced
+
+    def cluster_arrive(self, m: Mask, relaxed: bool, site: int) -> None:
+        barrier = self.cta.cluster.barrier
+        lanes = self.lanes - int(self.exited.sum()) if m is None else int(np.count_nonzero(m))
+        for w in self._warps(m):
+            self.cluster_ticket[w] = barrier.generation
+        barrier.arrived += lanes
+        if self.check:
+            if not relaxed:
+                barrier.clock = self._release(m, barrier.clock)
+            elif self.fenced_clock is not None:
+                barrier.clock = self.clocks.join(barrier.clock, self.fenced_clock)
+        if barrier.arrived >= sum(cta.live for cta in self.cta.cluster.ctas):
+            barrier.arrived = 0
+            barrier.done, barrier.clock = barrier.clock, None
+            barrier.generation += 1
+            self.cta.cluster.version += 1
+
+    def cluster_wait(self, m: Mask, site: int) -> bool:
+        barrier = self.cta.cluster.barrier
+        ticket = min(self.cluster_ticket[w] for w in self._warps(m))
+        if barrier.generation == ticket:
+            need = sum(cta.live for cta in self.cta.cluster.ctas)
+            return self._stalled(
+                lambda: barrier.generation != ticket,
+                lambda: f"the cluster barrier has {barrier.arrived} of {need} threads",
+            )
+        if self.check:
+            self._acquire(m, barrier.done)
+        return True
+
+    # mbarriers -----------------------------------------------------------------------------------
+
+    def _mbarrier(self, address: int, site: int, cluster: bool = True) -> tuple[Cta, Mbarrier]:
+        rank = address >> 24
+        if rank >= len(self.cta.cluster.ctas) or (not cluster and rank != self.cta.rank):
+            self.report(
+                "out of bounds",
+                f"mbarrier address {address:#x} is not in this CTA's window",
+                site,
+                fatal=True,
+            )
+        cta = self.cta.cluster.ctas[rank]
+        barrier = cta.mbarriers.get(address & 0xFFFFFF)
+        if barrier is None:
+            self.report(
+                "barrier misuse", f"no mbarrier was initialised at {address:#x}", site, fatal=True
+            )
+            raise AssertionError
+        return cta, barrier
+
+    def _sees_init(self, barrier: Mbarrier, m: Mask, site: int, asynchronous: bool = False) -> None:
+        warp, epoch = barrier.init
+        for w in self._warps(m):
+            if self.clocks.rows[self.warp0 + w, 0, warp] < epoch:
+                self.report(
+                    "race",
+                    "an mbarrier is used with no synchronisation after its initialisation",
+                    site,
+                )
+        if asynchronous and not barrier.fenced:
+            self.report(
+                "missing proxy fence",
+                "an asynchronous copy uses an mbarrier whose "
+                "initialisation no fence (mbarrier_init or proxy.async) made visible",
+                site,
+            )
+
+    def mbar_init(self, address: Any, count: Any, m: Mask, site: int) -> None:
+        from .machine import Mbarrier
+
+        for lane in self._active(m).tolist():
+            a, n = self._at(address, lane), self._at(count, lane)
+            cta, offsets, _ = self._shared_offsets(a, 8, self._only(lane), site, False, True)
+            offset = int(offsets[0])
+            barrier = Mbarrier(n, n)
+            warp = self.warp0 + lane // 32
+            barrier.init = (warp, int(self.clocks.rows[warp, 0, warp]))
+            if not 0 < n < 1 << 20:
+                self.report("barrier misuse", f"an mbarrier of {n} arrivals", site)
+            cta.mbarriers[offset] = barrier
+            self.mbar_inits.append(barrier)
+            self.machine.barrier_sites[offset] = site
+
+    def _only(self, lane: int) -> NDArray[np.bool_]:
+        mask = np.zeros(self.lanes, bool)
+        mask[lane] = True
+        return mask
+
+    def mbar_inval(self, address: Any, m: Mask, site: int) -> None:
+        for lane in self._active(m).tolist():
+            a = self._at(address, lane)
+            self._mbarrier(a, site, False)
+            del self.cta.mbarriers[a & 0xFFFFFF]
+
+    def mbar_state(self, address: Any, count: Any, m: Mask, site: int) -> NDArray[np.uint64]:
+        """What each lane sees that arrives with `count`: the phase, above it the pending count."""
+        states = np.zeros(self.lanes, np.uint64)
+        taken: dict[int, int] = {}  # by the lanes before
+        for lane in self._active(m).tolist():
+            where = self._at(address, lane)
+            _, barrier = self._mbarrier(where, site, False)
+            before = taken.get(where, 0)
+            states[lane] = (barrier.pending - before) << 32 | barrier.phase & FULL
+            taken[where] = before + self._at(count, lane)
+        return states
+
+    def mbar_arrive(
+        self,
+        address: Any,
+        count: Any,
+        nbytes: Any,
+        kind: int,
+        relaxed: bool,
+        cluster: bool,
+        no_complete: bool,
+        m: Mask,
+        site: int,
+    ) -> None:
+        """kind: 0 counts bytes only, 1 arrives, 2 arrives and drops. Negative bytes have come."""
+        active = self._everyone if m is None else m
+        if np.ndim(address) == 0:
+            parts = {int(address): m}
+        else:
+            several = np.unique(address[active]).tolist()
+            parts = {a: active & (address == a) if len(several) > 1 else m for a in several}
+        for one, part in parts.items():
+            self._arrive_one(one, count, nbytes, kind, relaxed, cluster, part, site, no_complete)
+
+    def _arrive_one(
+        self,
+        address: int,
+        count: Any,
+        nbytes: Any,
+        kind: int,
+        relaxed: bool,
+        cluster: bool,
+        m: Mask,
+        site: int,
+        no_complete: bool = False,
+    ) -> None:
+        _, barrier = self._mbarrier(address, site, cluster)
+        lanes = self._active(m)
+        if self.check:
+            self._sees_init(barrier, m, site)
+        total = self._sum(count, lanes) if kind else 0
+        barrier.tx += self._sum(nbytes, lanes)
+        if total:
+            if total > barrier.pending or (no_complete and total == barrier.pending):
+                self.report(
+                    "barrier misuse",
+                    f"{total} arrivals at mbarrier {address:#x} that waits for "
+                    f"{barrier.pending} of {barrier.count}",
+                    site,
+                )
+            if self.check and not relaxed:
+                barrier.clock = self._release(m, barrier.clock)
+            barrier.pending -= total
+            if kind == 2:
+                barrier.drop += total
+        self._flip(barrier)
+
+    @staticmethod
+    def _sum(value: Any, lanes: NDArray) -> int:
+        return int(value) * len(lanes) if np.ndim(value) == 0 else int(value[lanes].sum())
+
+    def _flip(self, barrier: Mbarrier) -> None:
+        if barrier.pending <= 0 and barrier.tx == 0:
+            barrier.phase += 1
+            barrier.count -= barrier.drop
+            barrier.drop = 0
+            barrier.pending = barrier.count
+            if barrier.clock is not None:
+                barrier.done = barrier.clock.copy()
+            self.cta.cluster.version += 1
+
+    def mbar_wait(
+        self, address: Any, phase: Any, parity: bool, relaxed: bool, m: Mask, site: int
+    ) -> Any:
+        """True where the phase has completed; STALL for a wait that failed before."""
+        lanes = self._active(m)
+        if np.ndim(address) and len(np.unique(address[lanes])) > 1:
+            out = np.zeros(self.lanes, bool)
+            for one in np.unique(address[lanes]):
+                part = (address == one) & (self._everyone if m is None else m)
+                out[part] = self._completed(int(one), phase, parity, relaxed, part, site)
+            return out if out[lanes].any() else self._spin(int(address[lanes[0]]), phase, lanes)
+        where = self._at(address, int(lanes[0]))
+        if self._completed(where, phase, parity, relaxed, m, site):
+            return True
+        return self._spin(where, phase, lanes)
+
+    def _completed(
+        self, address: int, phase: Any, parity: bool, relaxed: bool, m: Mask, site: int
+    ) -> bool:
+        _, barrier = self._mbarrier(address, site, False)
+        wanted = self._at(phase, int(self._active(m)[0]))
+        if self.check:
+            self._sees_init(barrier, m, site)
+        done = (barrier.phase ^ wanted) & 1 if parity else barrier.phase != wanted & FULL
+        if not done:
+            return False
+        if self.check and not relaxed:
+            self._acquire(m, barrier.done)
+        return True
+
+    def _spin(self, address: int, phase: Any, lanes: NDArray) -> Any:
+        """A wait fails: false the first time, and the group sleeps if it comes back unchanged."""
+        _, barrier = self._mbarrier(address, -1)
+        group, version = self.group, self.cta.cluster.version
+        before, group.spun = group.spun, (group.pc, barrier.phase)
+        if before != group.spun:
+            return False
+        wanted = self._at(phase, int(lanes[0]))
+
+        def describe() -> str:
+            number = address & 0xFFFFFF
+            missing = (
+                f"{barrier.pending} of {barrier.count} arrivals and {barrier.tx} bytes missing"
+            )
+            if barrier.tx < 0:
+                missing = (
+                    f"{barrier.pending} of {barrier.count} arrivals missing and "
+                    f"{-barrier.tx} bytes over those expected"
+                )
+            return (
+                f"mbarrier at byte {number - SHARED_BASE} of shared memory: waits for phase of "
+                f"parity {wanted & 1}, present phase has parity {barrier.phase & 1}, {missing}"
+            )
+
+        cluster = self.cta.cluster
+        self._stalled(lambda: cluster.version != version, describe, lambda: barrier.pending == 0)
+        return self._stall

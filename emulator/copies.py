@@ -1,0 +1,499 @@
+"""Asynchronous copies: TMA, bulk copies, cp.async and st.async."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import tma
+from .barriers import Barriers
+from .lanes import BulkThread, Mask
+from .memory import PARAM_TAG, UINT
+from .ptx import SHARED_BASE
+
+if TYPE_CHECKING:
+    from .machine import Cta, Mbarrier
+
+
+class Copies(Barriers):
+    """Copies that a unit starts and others, or it, wait for."""
+
+    # Asynchronous copies -------------------------------------------------------------------------
+
+    def _start(self, work: Callable[[], None]) -> None:
+        """Runs asynchronous work now, or leaves it for later."""
+        if self.machine.eager:
+            work()
+        else:
+            self.cta.cluster.pending.append(work)
+
+    def _tensor_map(self, address: int, site: int) -> tma.TensorMap:
+        if address >> 40 == PARAM_TAG:
+            at = address & ((1 << 40) - 1)
+            return tma.decode(self.machine.parameter_bytes[at : at + 128].tobytes())
+        region = self.machine.memory.find(address, address + 128)
+        if region is None:
+            self.report("out of bounds", f"no tensor map at {address:#x}", site, fatal=True)
+            raise AssertionError
+        at = address - region.base
+        return tma.decode(region.data[at : at + 128].tobytes())
+
+    def _view(self, site: int, write: bool) -> Callable[[tma.Strided], np.ndarray]:
+        def tell(kind: str, message: str) -> None:
+            self.report(kind, message, site, fatal=kind == "out of bounds")
+
+        memory = self.machine.memory
+
+        def view(strided: tma.Strided) -> np.ndarray:
+            region = memory.find(strided.base, strided.end)
+            if region is not None:
+                self._settled(region, site)
+            return memory.view(strided, tell, write)
+
+        return view
+
+    def _box_granules(self, tensor: tma.TensorMap, address: int, cta: Cta, site: int) -> Any:
+        """16-byte rows of shared memory that a box covers, in dense order."""
+        offset = address & 0xFFFFFF
+        if offset < SHARED_BASE or offset + tensor.box_bytes > cta.shared.size:
+            self.report(
+                "out of bounds",
+                f"a box of {tensor.box_bytes} bytes at byte "
+                f"{offset - SHARED_BASE} of {cta.shared.size - SHARED_BASE} bytes of shared memory",
+                site,
+                fatal=True,
+            )
+        try:
+            return tma.swizzled(offset, tensor.box_bytes, tensor.swizzle, tensor.inner_bytes) >> 4
+        except ValueError as error:
+            self.report("misaligned", str(error), site, fatal=True)
+            raise AssertionError from error
+
+    @staticmethod
+    def _as_slice(granules: NDArray[np.int64], tensor: tma.TensorMap) -> NDArray[np.int64] | slice:
+        """The same rows as a slice where they fill a range (in any order)."""
+        low, n = int(granules.min()), len(granules)
+        return slice(low, low + n) if int(granules.max()) - low + 1 == n else granules
+
+    def _agent_of(self, cta: Cta, barrier: Mbarrier, offset: int) -> int:
+        if barrier.agent < 0:
+            key = ("mbarrier", cta.rank, offset)
+            barrier.agent = self.clocks.agent(
+                key, f"the copies on mbarrier at byte {offset - SHARED_BASE}"
+            )
+        return barrier.agent
+
+    def _issue(self, barrier: Mbarrier) -> int:
+        epoch = self.clocks.issue(barrier.agent)
+        barrier.issued.append(epoch)
+        barrier.last = epoch
+        return epoch
+
+    def _complete(self, barrier: Mbarrier, epoch: int, nbytes: int) -> None:
+        barrier.issued.remove(epoch)
+        if self.check:
+            frontier = min(barrier.issued) - 1 if barrier.issued else barrier.last
+            barrier.clock = self.clocks.mark(barrier.clock, barrier.agent, frontier)
+        barrier.tx -= nbytes
+        self._flip(barrier)
+
+    def _one(self, lane: int) -> tuple[int, int]:
+        return self.warp0 + lane // 32, 1 << lane % 32 | self._gone(lane // 32)
+
+    def tma_load(
+        self,
+        dst: Any,
+        descriptor: Any,
+        coords: tuple,
+        barrier: Any,
+        multicast: Any,
+        pair: bool,
+        m: Mask,
+        site: int,
+    ) -> None:
+        for lane in self._active(m).tolist():
+            where, bar = self._at(dst, lane), self._at(barrier, lane)
+            tensor = self._tensor_map(self._at(descriptor, lane), site)
+            at = tuple(self._at(c, lane) for c in coords)
+            if multicast is None:
+                targets = [(where, bar)]
+            else:
+                bits = self._at(multicast, lane)
+                targets = [
+                    (r << 24 | where & 0xFFFFFF, r << 24 | bar & 0xFFFFFF)
+                    for r in range(16)
+                    if bits >> r & 1
+                ]
+            if self.counting:
+                region = tma.global_footprint(tensor, at)
+                self.machine.counters.tma_load_bytes += region.nbytes if region else 0
+            self._load_box(tensor, at, targets, lane, site)
+
+    def _load_box(
+        self, tensor: tma.TensorMap, at: tuple, targets: list[tuple[int, int]], lane: int, site: int
+    ) -> None:
+        view = self._view(site, False)
+        arrivals = []
+        for where, bar in targets:
+            if where >> 24 >= len(self.cta.cluster.ctas):
+                self.report(
+                    "out of bounds",
+                    f"a box goes to CTA {where >> 24} of a cluster of {len(self.cta.cluster.ctas)}",
+                    site,
+                    fatal=True,
+                )
+            cta = self.cta.cluster.ctas[where >> 24]
+            granules = self._box_granules(tensor, where, cta, site)
+            owner, barrier = self._mbarrier(bar, site)
+            self._agent_of(owner, barrier, bar & 0xFFFFFF)
+            epoch = self._issue(barrier)
+            if self.check:
+                self._sees_init(barrier, self._only(lane), site, asynchronous=True)
+                self._async_write(cta, self._as_slice(granules, tensor), barrier, epoch, lane, site)
+            arrivals.append((cta, granules, barrier, epoch))
+
+        def work() -> None:
+            data = tma.read_box(tensor, at, view)
+            for cta, granules, barrier, epoch in arrivals:
+                cta.shared.granules[granules] = data.view(cta.shared.granules.dtype)
+                self._complete(barrier, epoch, tensor.box_bytes)
+
+        self._start(work)
+
+    def _async_write(
+        self, cta: Cta, rows: Any, barrier: Mbarrier, epoch: int, lane: int, site: int
+    ) -> None:
+        warp, bits = self._one(lane)
+        found = cta.shadow.async_write(
+            self.clocks.eyes(warp, bits),
+            self.clocks.rows[warp, 0],
+            rows,
+            barrier.agent,
+            epoch,
+            site,
+        )
+        if found is not None:
+            self._race(found, True, cta, site)
+
+    def bulk_load(
+        self,
+        dst: Any,
+        src: Any,
+        size: Any,
+        barrier: Any,
+        multicast: Any,
+        from_shared: bool,
+        op: str,
+        type_: str,
+        m: Mask,
+        site: int,
+    ) -> None:
+        """cp.async.bulk into shared memory, from global memory or the own CTA's shared memory."""
+        for lane in self._active(m).tolist():
+            n, where, bar = self._at(size, lane), self._at(dst, lane), self._at(barrier, lane)
+            source = self._at(src, lane)
+            self._aligned((n, where, source), site)
+            ranks = [where >> 24]
+            if multicast is not None:
+                bits = self._at(multicast, lane)
+                ranks = [r for r in range(16) if bits >> r & 1]
+            arrivals = []
+            for rank in ranks:
+                cta = self.cta.cluster.ctas[rank]
+                spot = rank << 24 | where & 0xFFFFFF
+                rows = self._bulk_rows(cta, spot, n, site)
+                there = bar if multicast is None else rank << 24 | bar & 0xFFFFFF
+                owner, object_ = self._mbarrier(there, site)
+                self._agent_of(owner, object_, there & 0xFFFFFF)
+                epoch = self._issue(object_)
+                if self.check:
+                    self._sees_init(object_, self._only(lane), site, asynchronous=True)
+                    self._async_write(cta, rows, object_, epoch, lane, site)
+                arrivals.append((cta, rows, object_, epoch))
+            if from_shared and self.check:
+                rows = self._bulk_rows(self.cta, source, n, site)
+                first = arrivals[0]
+                self._async_read(
+                    self.cta, rows, ("copy", first[2].agent), first[2].agent, first[3], lane, site
+                )
+            if self.counting and not from_shared:
+                self.machine.counters.tma_load_bytes += n
+            self._start(self._bulk_work(source, n, arrivals, from_shared, op, type_, site))
+
+    def _bulk_work(
+        self, source: int, n: int, arrivals, from_shared: bool, op: str, type_: str, site: int
+    ):
+        view = self._view(site, False)
+
+        def work() -> None:
+            if from_shared:
+                at = source & 0xFFFFFF
+                data = self.cta.shared.bytes[at : at + n].copy()
+            else:
+                data = view(tma.Strided(source, (n // 16,), (16,), 16)).copy().view(np.uint8)
+            for cta, rows, barrier, epoch in arrivals:
+                target = cta.shared.bytes[rows.start * 16 : rows.stop * 16]
+                if op:
+                    width = UINT[{"32": 4, "64": 8}[type_[1:]]]
+                    data_ = tma.combine(op, type_, target.view(width), data.view(width))
+                    target[...] = data_.view(np.uint8)
+                else:
+                    target[...] = data
+                self._complete(barrier, epoch, n)
+
+        return work
+
+    def _aligned(self, values: tuple[int, ...], site: int) -> None:
+        if any(v % 16 for v in values):
+            self.report(
+                "misaligned",
+                "a bulk copy needs addresses and size in multiples of 16 bytes",
+                site,
+                fatal=True,
+            )
+
+    def _bulk_rows(self, cta: Cta, address: int, n: int, site: int) -> slice:
+        offset = address & 0xFFFFFF
+        if offset < SHARED_BASE or offset + n > cta.shared.size:
+            self.report(
+                "out of bounds",
+                f"a bulk copy of {n} bytes at byte {offset - SHARED_BASE} "
+                f"of {cta.shared.size - SHARED_BASE} bytes of shared memory",
+                site,
+                fatal=True,
+            )
+        return slice(offset >> 4, (offset + n) >> 4)
+
+    def _async_read(
+        self, cta: Cta, rows: Any, key: Any, agent: int, epoch: int, lane: int, site: int
+    ) -> None:
+        warp, bits = self._one(lane)
+        found = cta.shadow.async_read(
+            self.clocks.eyes(warp, bits),
+            self.clocks.rows[warp, 0],
+            rows,
+            key,
+            (agent,),
+            epoch,
+            site,
+        )
+        if found is not None:
+            self._race(found, False, cta, site)
+
+    def _bulk_thread(self, lane: int) -> BulkThread:
+        warp = self.warp0 + lane // 32
+        key = (warp, lane % 32)
+        if key not in self.bulk:
+            agent = self.clocks.agent(
+                ("bulk", *key), f"the bulk copies of warp {warp} lane {lane % 32}"
+            )
+            thread = BulkThread(agent)
+            thread.committed = thread.waited = int(self.clocks.issued[agent])
+            self.bulk[key] = thread
+        return self.bulk[key]
+
+    def tma_store(
+        self, descriptor: Any, coords: tuple, src: Any, op: str, m: Mask, site: int
+    ) -> None:
+        stored: set[tuple] = set()
+        for lane in self._active(m).tolist():
+            where = self._at(descriptor, lane)
+            tensor = self._tensor_map(where, site)
+            at = tuple(self._at(c, lane) for c in coords)
+            source = self._at(src, lane)
+            granules = self._box_granules(tensor, source, self.cta, site)
+            # The unit takes an instruction once a warp: lanes that all ask for one store (the DSL
+            # elects none) make one, though it joins the bulk group of each.
+            key = (lane // 32, where, at, source)
+            repeated = not op and key in stored
+            stored.add(key)
+            if self.counting and not repeated:
+                region = tma.global_footprint(tensor, at)
+                self.machine.counters.tma_store_bytes += region.nbytes if region else 0
+            view = self._view(site, True)
+
+            def work(tensor=tensor, at=at, granules=granules, view=view, repeated=repeated) -> None:
+                if repeated:
+                    return
+                data = self.cta.shared.granules[granules].view(np.uint8)
+                if op:
+                    tma.reduce_box(tensor, at, data, view, op)
+                else:
+                    tma.write_box(tensor, at, data, view)
+
+            self._store(self._as_slice(granules, tensor), work, lane, site)
+
+    def _store(self, rows: Any, work: Callable[[], None], lane: int, site: int) -> None:
+        """A bulk copy out of shared memory joins the thread's open group."""
+        thread = self._bulk_thread(lane)
+        thread.used, thread.site = True, site
+        if self.check:
+            key = ("bulk", thread.agent)
+            self._async_read(self.cta, rows, key, thread.agent, thread.committed + 1, lane, site)
+        if self.machine.eager:
+            work()
+        else:
+            thread.open.append(work)
+
+    def bulk_store(
+        self, dst: Any, src: Any, size: Any, op: str, type_: str, m: Mask, site: int
+    ) -> None:
+        """cp[.reduce].async.bulk from shared to global memory."""
+        for lane in self._active(m).tolist():
+            n, target, source = self._at(size, lane), self._at(dst, lane), self._at(src, lane)
+            self._aligned((n, target, source), site)
+            rows = self._bulk_rows(self.cta, source, n, site)
+            if self.counting:
+                self.machine.counters.tma_store_bytes += n
+            view = self._view(site, True)
+
+            def work(n=n, target=target, source=source, view=view) -> None:
+                at = source & 0xFFFFFF
+                data = self.cta.shared.bytes[at : at + n]
+                place = view(tma.Strided(target, (n // 16,), (16,), 16))
+                if op:
+                    dtype = type_.replace("b", "u") if type_ in ("b32", "b64") else type_
+                    size_ = {"f16": 2, "bf16": 2}.get(
+                        dtype, int(dtype[1:]) // 8 if dtype[1:].isdigit() else 4
+                    )
+                    words = UINT[size_]
+                    old = place.view(words)
+                    old[...] = tma.combine(op, dtype, old, data.view(words))
+                else:
+                    place[...] = data.view(place.dtype)
+
+            self._store(rows, work, lane, site)
+
+    def bulk_commit(self, m: Mask, site: int) -> None:
+        for lane in self._active(m).tolist():
+            key = (self.warp0 + lane // 32, lane % 32)
+            thread = self.bulk.get(key)
+            if thread is not None:
+                thread.committed += 1
+                self.clocks.issued[thread.agent] = thread.committed
+                thread.groups.append(thread.open)
+                thread.open, thread.used = [], False
+
+    def bulk_wait(self, keep: int, read: bool, m: Mask, site: int) -> None:
+        for lane in self._active(m).tolist():
+            thread = self.bulk.get((self.warp0 + lane // 32, lane % 32))
+            if thread is None:
+                continue
+            while len(thread.groups) > keep:
+                for work in thread.groups.pop(0):
+                    work()
+            thread.waited = max(thread.waited, thread.committed - keep)
+            self.clocks.observe(self.warp0 + lane // 32, thread.agent, thread.waited)
+
+    def exit_checks(self) -> None:
+        """At the end of the CTA: nothing may still be in flight."""
+        for thread in self.bulk.values():
+            if self.check and thread.used:
+                self.machine.report(
+                    "unfinished copy",
+                    "a bulk copy out of shared memory was never committed to a group",
+                    thread.site,
+                )
+            elif self.check and thread.waited < thread.committed:
+                self.machine.report(
+                    "unfinished copy",
+                    "the CTA ends while a bulk copy may still read its shared "
+                    "memory (no wait_group covers it)",
+                    thread.site,
+                )
+            for work in [w for group in thread.groups for w in group] + thread.open:
+                work()
+        if self.check and (self.hot_acc or self.open_group.accumulators):
+            self.machine.report("unfinished wgmma", "the CTA ends while a wgmma is in flight", -1)
+
+    # cp.async ------------------------------------------------------------------------------------
+
+    def _cp_agent(self, warp: int) -> int:
+        agent = self.clocks.agent(("cp.async", warp), f"cp.async of warp {warp}")
+        self.clocks.asynchronous[agent] = False  # it writes through the generic proxy
+        return agent
+
+    def cp_async(self, dst: Any, src: Any, size: int, read: Any, m: Mask, site: int) -> None:
+        cta, offsets, lanes = self._shared_offsets(dst, size, m, site, False, True)
+        addresses, _ = self._global(src, m)
+        counts = np.broadcast_to(np.asarray(read), (self.lanes,))[lanes].astype(np.int64)
+        if self.check:
+            self._check_shared(cta, offsets, size, lanes, m, True, site)
+            cells = cta.shadow.cells(offsets, size)
+            for w in self._warps(m):
+                agent = self._cp_agent(self.warp0 + w)
+                epoch = int(self.clocks.issued[agent]) + 1
+                cta.shadow.put(cells[lanes // 32 == w], agent, epoch)
+        if self.counting:
+            self.machine.counters.ld_global_bytes += int(counts.sum())
+            self.machine.counters.shared_write_bytes += size * len(lanes)
+
+        def work() -> None:
+            for offset, address, n in zip(
+                offsets.tolist(), addresses.tolist(), counts.tolist(), strict=True
+            ):
+                target = cta.shared.bytes[offset : offset + size]
+                target[...] = 0
+                if n:
+                    view = self._view(site, False)
+                    target[:n] = view(tma.Strided(int(address), (n,), (1,), 1))
+
+        if self.machine.eager:
+            work()
+        else:
+            self.cp_open.append(work)
+
+    def cp_commit(self, m: Mask, site: int) -> None:
+        self.cp_groups.append(self.cp_open)
+        self.cp_open = []
+        for w in self._warps(m):
+            self.clocks.issue(self._cp_agent(self.warp0 + w))
+
+    def cp_wait(self, keep: int, everything: bool, m: Mask, site: int) -> None:
+        if everything:
+            self.cp_commit(m, site)
+            keep = 0
+        while len(self.cp_groups) > keep:
+            for work in self.cp_groups.pop(0):
+                work()
+        for w in self._warps(m):
+            agent = self._cp_agent(self.warp0 + w)
+            epoch = int(self.clocks.issued[agent]) - keep
+            row = self.clocks.rows[self.warp0 + w, 0]
+            row[agent] = max(int(row[agent]), epoch)
+
+    def cp_mbarrier(self, address: Any, no_increment: bool, m: Mask, site: int) -> None:
+        """Arrives when the cp.async issued so far have completed."""
+        self.cp_wait(0, True, m, site)
+        lanes = self._active(m)
+        where = self._at(address, int(lanes[0]))
+        if not no_increment:
+            _, barrier = self._mbarrier(where, site, False)
+            barrier.pending += len(lanes)
+        self._arrive_one(where, 1, 0, 1, False, False, m, site)
+
+    def st_async(
+        self, addresses: Any, size: int, values: tuple, barrier: Any, m: Mask, site: int
+    ) -> None:
+        nbytes = size * len(values)
+        for lane in self._active(m).tolist():
+            only = self._only(lane)
+            bar = self._at(barrier, lane)
+            cta, offsets, _ = self._shared_offsets(addresses, nbytes, only, site, True, True)
+            owner, object_ = self._mbarrier(bar, site)
+            self._agent_of(owner, object_, bar & 0xFFFFFF)
+            epoch = self._issue(object_)
+            if self.check:
+                self._sees_init(object_, only, site)
+                self._check_shared(cta, offsets, nbytes, np.array([lane]), only, True, site)
+                cta.shadow.put(cta.shadow.cells(offsets, nbytes), object_.agent, epoch)
+
+            def work(cta=cta, offsets=offsets, lane=lane, object_=object_, epoch=epoch) -> None:
+                target = cta.shared.typed(size, len(values))
+                self._put(target, offsets // nbytes, values, np.array([lane]), size)
+                self._complete(object_, epoch, nbytes)
+
+            work()
