@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -105,15 +106,13 @@ class Program:
                     self._place(item.writes)
                     continue
                 for batch in item:
-                    batch.sort(key=self._source_row)
+                    batch.sort(key=self._source_rows)
                     self._place(p.dst for p in batch)
         self._place(self.kernel.registers)
 
-    def _source_row(self, pure: Pure) -> int:
-        for kind, value in pure.srcs:
-            if kind not in "cn" and (row := self.rows.get(str(value))) is not None:
-                return row
-        return 1 << 30
+    def _source_rows(self, pure: Pure) -> list[int]:
+        last = 1 << 30  # of registers that have no row yet
+        return [self.rows.get(str(v), last) for kind, v in pure.srcs if kind not in "cn"]
 
     def _place(self, registers: Iterable[str]) -> None:
         for register in registers:
@@ -338,31 +337,66 @@ def _batches(steps: list[Pure | Effect]) -> list[list[list[Pure]] | Effect]:
     out: list[list[list[Pure]] | Effect] = []
     run: list[Pure] = []
 
-    def flush() -> None:
-        if not run:
-            return
-        written: dict[str, int] = {}
-        read: dict[str, int] = {}
-        groups: dict[tuple, list[Pure]] = {}
-        for pure in run:
-            reads = list(pure.reads())
-            level = max((written.get(r, -1) + 1 for r in reads), default=0)
-            level = max(level, written.get(pure.dst, -1) + 1, read.get(pure.dst, -1) + 1)
-            groups.setdefault((level, pure.key), []).append(pure)
-            written[pure.dst] = max(level, written.get(pure.dst, -1))
-            for register in reads:
-                read[register] = max(level, read.get(register, -1))
-        out.append([groups[k] for k in sorted(groups, key=lambda k: k[0])])
-        run.clear()
-
     for step in steps:
         if isinstance(step, Effect):
-            flush()
+            if run:
+                out.append(_schedule(run))
+                run = []
             out.append(step)
         else:
             run.append(step)
-    flush()
+    if run:
+        out.append(_schedule(run))
     return out
+
+
+def _split(group: list[Pure]) -> list[list[Pure]]:
+    """Parts of a group whose members share an operand, if they are large: one row serves a part."""
+    for i, (kind, _) in enumerate(group[0].srcs):
+        parts: dict[object, list[Pure]] = {}
+        for pure in group if kind not in "cn" else ():
+            parts.setdefault(pure.srcs[i][1], []).append(pure)
+        if 1 < len(parts) <= len(group) // 8:
+            return list(parts.values())
+    return [group]
+
+
+def _schedule(run: list[Pure]) -> list[list[Pure]]:
+    """An order of the operations, in groups of equal ones that do not depend on one another.
+
+    Next comes a group to which nothing more can be added; if there is none, the largest.
+    """
+    behind: list[list[int]] = [[] for _ in run]  # what waits for each
+    missing = [0] * len(run)  # how many each waits for
+    writer: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    for i, pure in enumerate(run):
+        reads = list(pure.reads())
+        before = {writer[r] for r in (*reads, pure.dst) if r in writer}
+        before.update(readers.get(pure.dst, ()))
+        for j in before:
+            behind[j].append(i)
+        missing[i] = len(before)
+        writer[pure.dst], readers[pure.dst] = i, []
+        for register in reads:
+            readers.setdefault(register, []).append(i)
+    left = Counter(pure.key for pure in run)
+    ready: dict[tuple, list[int]] = {}
+    for i, pure in enumerate(run):
+        if not missing[i]:
+            ready.setdefault(pure.key, []).append(i)
+    groups: list[list[Pure]] = []
+    while ready:
+        key = max(ready, key=lambda k: (len(ready[k]) == left[k], len(ready[k])))
+        group = ready.pop(key)
+        left[key] -= len(group)
+        groups += _split([run[i] for i in group])
+        for i in group:
+            for j in behind[i]:
+                missing[j] -= 1
+                if not missing[j]:
+                    ready.setdefault(run[j].key, []).append(j)
+    return groups
 
 
 @lru_cache(maxsize=64)
