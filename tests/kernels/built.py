@@ -18,7 +18,7 @@ CAUSAL = ForwardFacts("bfloat16", 128, 128, causal=True)
 COMING = [
     Tiles("sm_90a", 64, 64, 128, 3, 2, 2, 32, 160, True, reason="three consumer warpgroups"),
     Tiles("sm_90a", 192, 128, 112, 2, 2, 2, 24, 240, True, reason="head_dim_v < head_dim"),
-    Tiles("sm_90a", 80, 80, 144, 2, 1, 1, 24, 240, True, reason="one stage, no power of two"),
+    Tiles("sm_90a", 80, 80, 112, 2, 1, 1, 24, 240, True, reason="one stage, no power of two"),
     Tiles("sm_90a", 40, 72, 96, 2, 2, 2, 24, 240, False, reason="padded, head_dim_v > head_dim"),
 ]
 
