@@ -23,66 +23,80 @@ class Accesses(Lanes):
 
     # Ordinary memory -----------------------------------------------------------------------------
 
+    def _lanes(self, m: Mask) -> NDArray[np.intp] | slice:
+        """The active lanes, to index with."""
+        return slice(None) if m is None else np.flatnonzero(m)
+
     def _shared_offsets(
-        self, addresses: Any, nbytes: int, m: Mask, site: int, cluster: bool, write: bool
-    ) -> tuple[Cta, NDArray[np.int64], NDArray[np.intp]]:
-        """(the CTA whose memory it is, offsets of the active lanes, those lanes)."""
-        lanes = self._active(m)
-        a = np.broadcast_to(np.asarray(addresses), (self.lanes,))[lanes].astype(np.int64)
-        rank = int(a[0]) >> 24
-        offsets = a - (rank << 24)
+        self,
+        addresses: Any,
+        nbytes: int,
+        m: Mask,
+        sites: tuple[int, ...],
+        cluster: bool,
+        write: bool,
+    ) -> tuple[Cta, NDArray[np.int64]]:
+        """The CTA whose memory it is, and offsets [accesses, active lanes]."""
+        a = np.asarray(addresses)
+        if a.ndim < 2:
+            a = np.full((1, self.lanes), a) if a.ndim == 0 else a[None]
+        offsets = a.astype(np.int64) if m is None else a[:, m].astype(np.int64)
+        rank = int(offsets[0, 0]) >> 24
         if (not cluster and rank != self.cta.rank) or rank >= len(self.cta.cluster.ctas):
             self.report(
                 "out of bounds",
-                f"shared address {int(a[0]):#x} is not in this CTA's window",
-                site,
+                f"shared address {int(offsets[0, 0]):#x} is not in this CTA's window",
+                sites[0],
                 fatal=True,
             )
+        offsets -= rank << 24
         cta = self.cta.cluster.ctas[rank]
-        low, high = int(offsets.min()), int(offsets.max())
-        if low < SHARED_BASE or high + nbytes > cta.shared.size:
-            end = cta.shared.size - SHARED_BASE
-            where = low if low < SHARED_BASE else high
+        inside = (
+            int(offsets.min()) >= SHARED_BASE and int(offsets.max()) + nbytes <= cta.shared.size
+        )
+        if not inside:
+            wrong = (offsets < SHARED_BASE) | (offsets + nbytes > cta.shared.size)
+            access, lane = np.argwhere(wrong)[0].tolist()
             self.report(
                 "out of bounds",
                 f"{'write' if write else 'read'} of {nbytes} bytes at byte "
-                f"{where - SHARED_BASE} of a CTA's {end} bytes of shared memory",
-                site,
+                f"{int(offsets[access, lane]) - SHARED_BASE} of a CTA's "
+                f"{cta.shared.size - SHARED_BASE} bytes of shared memory",
+                sites[access],
                 fatal=True,
             )
-        if (offsets & (nbytes - 1)).any():
+        if np.bitwise_or.reduce(offsets, axis=None) & (nbytes - 1):
+            access = int((offsets & (nbytes - 1)).any(1).argmax())
             self.report(
                 "misaligned",
                 f"shared address of a {nbytes}-byte access is not a multiple of {nbytes}",
-                site,
+                sites[access],
                 fatal=True,
             )
-        return cta, offsets, lanes
+        return cta, offsets
 
     def _check_shared(
         self,
         cta: Cta,
         offsets: NDArray[np.int64],
         nbytes: int,
-        lanes: NDArray[np.intp],
         m: Mask,
         write: bool,
-        site: int,
+        sites: tuple[int, ...],
     ) -> None:
-        warps = self._warps(m)
-        found = cta.shadow.generic(
-            self.clocks,
-            slice(self.warp0 + warps[0], self.warp0 + warps[-1] + 1),
-            self.lane_warp[lanes][:, None],
-            cta.shadow.cells(offsets, nbytes),
-            write,
-            site,
-        )
+        present = self._warps(m)
+        span = slice(self.warp0 + present[0], self.warp0 + present[-1] + 1)
+        warps = self.lane_warp[self._lanes(m)]
+        cells = cta.shadow.cells(offsets, nbytes)  # [accesses, lanes, n]
+        shadow, clocks = cta.shadow, self.clocks
+        if len(sites) == 1 or not shadow.together(clocks, span, warps, cells, write, sites):
+            for i, site in enumerate(sites):
+                found = shadow.generic(clocks, span, warps, cells[i : i + 1], write, site)
+                if found is not None:
+                    self._race(found, write, cta, site)
         if write:
-            for w in warps:
+            for w in present:
                 self.clocks.wrote_shared(self.warp0 + w, self._lane_bits(m, w))
-        if found is not None:
-            self._race(found, write, cta, site)
 
     def _race(self, found: Conflict | str, write: bool, cta: Cta, site: int) -> None:
         if isinstance(found, str):
@@ -107,33 +121,45 @@ class Accesses(Lanes):
             site,
         )
 
-    def _count_shared(self, offsets: NDArray[np.int64], nbytes: int, lanes, write: bool) -> None:
+    def _count_shared(self, offsets: NDArray[np.int64], nbytes: int, m: Mask, write: bool) -> None:
         counters = self.machine.counters
         if write:
-            counters.shared_write_bytes += nbytes * len(offsets)
+            counters.shared_write_bytes += nbytes * offsets.size
         else:
-            counters.shared_read_bytes += nbytes * len(offsets)
-        counters.bank_conflicts += _bank_conflicts(offsets, lanes // 32, nbytes)
+            counters.shared_read_bytes += nbytes * offsets.size
+        counters.bank_conflicts += _bank_conflicts(offsets, m, nbytes)
 
     def ld_shared(
-        self, addresses: Any, size: int, count: int, m: Mask, site: int, cluster: bool = False
+        self,
+        addresses: Any,
+        size: int,
+        count: int,
+        m: Mask,
+        sites: tuple[int, ...],
+        cluster: bool = False,
     ) -> NDArray[Any]:
+        """Words [accesses * count, lanes]."""
         nbytes = size * count
-        cta, offsets, lanes = self._shared_offsets(addresses, nbytes, m, site, cluster, False)
+        cta, offsets = self._shared_offsets(addresses, nbytes, m, sites, cluster, False)
         if self.check:
-            self._check_shared(cta, offsets, nbytes, lanes, m, False, site)
+            self._check_shared(cta, offsets, nbytes, m, False, sites)
         if self.counting:
-            self._count_shared(offsets, nbytes, lanes, False)
-        words = cta.shared.typed(size, count)[offsets // nbytes].reshape(len(lanes), count).T
+            self._count_shared(offsets, nbytes, m, False)
+        return self._loaded(cta.shared.typed(size, count)[offsets // nbytes], count, m)
+
+    def _loaded(self, words: NDArray[Any], count: int, m: Mask) -> NDArray[Any]:
+        """Words of the active lanes, [accesses, lanes(, count)], as rows of all lanes."""
+        if count > 1:
+            words = words.swapaxes(1, 2).reshape(-1, words.shape[1])
         if m is None:
             return words
-        out = np.zeros((count, self.lanes), words.dtype)
-        out[:, lanes] = words
+        out = np.zeros((len(words), self.lanes), words.dtype)
+        out[:, m] = words
         return out
 
     def ld_cluster(self, addresses: Any, size: int, count: int, m: Mask, site: int) -> NDArray[Any]:
         return self._by_rank(
-            addresses, m, lambda part: self.ld_shared(addresses, size, count, part, site, True)
+            addresses, m, lambda part: self.ld_shared(addresses, size, count, part, (site,), True)
         )
 
     def _by_rank(self, addresses: Any, m: Mask, act: Callable[[Mask], Any]) -> Any:
@@ -151,38 +177,79 @@ class Accesses(Lanes):
         return out
 
     def st_shared(
-        self, addresses: Any, size: int, values: tuple, m: Mask, site: int, cluster: bool = False
+        self,
+        addresses: Any,
+        size: int,
+        count: int,
+        values: Any,
+        m: Mask,
+        sites: tuple[int, ...],
+        cluster: bool = False,
     ) -> None:
-        nbytes = size * len(values)
-        cta, offsets, lanes = self._shared_offsets(addresses, nbytes, m, site, cluster, True)
+        nbytes = size * count
+        cta, offsets = self._shared_offsets(addresses, nbytes, m, sites, cluster, True)
         if self.check:
-            self._check_shared(cta, offsets, nbytes, lanes, m, True, site)
+            self._check_shared(cta, offsets, nbytes, m, True, sites)
         if self.counting:
-            self._count_shared(offsets, nbytes, lanes, True)
-        self._put(cta.shared.typed(size, len(values)), offsets // nbytes, values, lanes, size)
+            self._count_shared(offsets, nbytes, m, True)
+        words = self._stored(values, size, count, m)
+        cta.shared.typed(size, count)[offsets // nbytes] = words
 
-    def _put(self, target: np.ndarray, index: NDArray, values: tuple, lanes, size: int) -> None:
-        dtype = UINT[size]
-        columns = [
-            np.broadcast_to(np.asarray(v).astype(dtype, copy=False), (self.lanes,))[lanes]
-            for v in values
-        ]
-        target[index] = columns[0] if len(columns) == 1 else np.stack(columns, 1)
+    def _stored(self, values: Any, size: int, count: int, m: Mask) -> NDArray[Any]:
+        """What rows [accesses * count, lanes] store: [accesses, active lanes(, count)]."""
+        if isinstance(values, tuple):  # not all of them are rows
+            rows = np.empty((len(values), self.lanes), UINT[size])
+            for row, value in zip(rows, values, strict=True):
+                row[...] = np.asarray(value).astype(UINT[size], copy=False)
+            values = rows
+        if m is not None:
+            values = values[:, m]
+        if count == 1:
+            return values
+        return values.reshape(-1, count, values.shape[1]).swapaxes(1, 2)
 
-    def st_cluster(self, addresses: Any, size: int, values: tuple, m: Mask, site: int) -> None:
+    def st_cluster(
+        self, addresses: Any, size: int, count: int, values: tuple, m: Mask, site: int
+    ) -> None:
         self._by_rank(
-            addresses, m, lambda part: self.st_shared(addresses, size, values, part, site, True)
+            addresses,
+            m,
+            lambda part: self.st_shared(addresses, size, count, values, part, (site,), True),
         )
 
-    def _global(self, addresses: Any, m: Mask) -> tuple[NDArray[np.uint64], NDArray[np.intp]]:
-        lanes = self._active(m)
-        a = np.broadcast_to(np.asarray(addresses, np.uint64), (self.lanes,))
-        return a[lanes] if m is not None else a, lanes
+    def _global(self, addresses: Any, m: Mask) -> NDArray[np.uint64]:
+        """Addresses [accesses, active lanes]."""
+        a = np.asarray(addresses, np.uint64)
+        if a.ndim < 2:
+            a = np.full((1, self.lanes), a) if a.ndim == 0 else a[None]
+        return a if m is None else a[:, m]
 
     def _located(
+        self,
+        addresses: NDArray[np.uint64],
+        size: int,
+        count: int,
+        write: bool,
+        sites: tuple[int, ...],
+    ) -> Iterable[tuple[np.ndarray, NDArray[np.int64], Any]]:
+        """(words, index of each access, which accesses) for each region that addresses fall in."""
+        memory, complaints = self.machine.memory, []
+        if not np.bitwise_or.reduce(addresses, axis=None) & np.uint64(size * count - 1):
+            found = memory.access(
+                addresses.ravel(), size, count, write, lambda *what: complaints.append(what)
+            )
+            if found is not None and not complaints:
+                self._settled(found[0], sites[0])
+                yield found[0].typed(size, count), found[1], slice(None)
+                return
+        lanes = addresses.shape[1]
+        for i, site in enumerate(sites):
+            for words, index, part in self._located_one(addresses[i], size, count, write, site):
+                yield words, index, part + i * lanes
+
+    def _located_one(
         self, addresses: NDArray[np.uint64], size: int, count: int, write: bool, site: int
     ) -> Iterable[tuple[np.ndarray, NDArray[np.int64], Any]]:
-        """(words, index of each lane, which lanes) for each region the addresses fall in."""
         nbytes = size * count
         if (addresses & np.uint64(nbytes - 1)).any():
             self.report(
@@ -196,11 +263,6 @@ class Accesses(Lanes):
         def tell(kind: str, message: str) -> None:
             self.report(kind, message, site, fatal=kind == "out of bounds")
 
-        found = memory.access(addresses, size, count, write, tell)
-        if found is not None:
-            self._settled(found[0], site)
-            yield found[0].typed(size, count), found[1], slice(None)
-            return
         left = np.ones(len(addresses), bool)
         while left.any():
             address = int(addresses[left.argmax()])
@@ -212,6 +274,7 @@ class Accesses(Lanes):
                     f"memory at {address:#x}: {memory.describe(address)}",
                 )
                 return
+            self._settled(region, site)
             part = left & (addresses >= region.low) & (addresses <= region.high - nbytes)
             found = memory.access(addresses[part], size, count, write, tell)
             assert found is not None
@@ -230,25 +293,34 @@ class Accesses(Lanes):
     def grid_wait(self) -> None:
         self.cta.settled = True
 
-    def ld_global(self, addresses: Any, size: int, count: int, m: Mask, site: int) -> NDArray[Any]:
-        a, lanes = self._global(addresses, m)
-        words = np.zeros((len(lanes), count), UINT[size])
-        for source, index, part in self._located(a, size, count, False, site):
-            words[part] = source[index].reshape(-1, count)
+    def ld_global(
+        self, addresses: Any, size: int, count: int, m: Mask, sites: tuple[int, ...]
+    ) -> NDArray[Any]:
+        """Words [accesses * count, lanes]."""
+        a = self._global(addresses, m)
+        words = self._read(a, size, count, sites)
         if self.counting:
-            self.machine.counters.ld_global_bytes += size * count * len(lanes)
-        if m is None:
-            return words.T
-        out = np.zeros((count, self.lanes), words.dtype)
-        out[:, lanes] = words.T
-        return out
+            self.machine.counters.ld_global_bytes += size * count * a.size
+        return self._loaded(words.reshape(*a.shape, *words.shape[1:]), count, m)
 
-    def st_global(self, addresses: Any, size: int, values: tuple, m: Mask, site: int) -> None:
-        a, lanes = self._global(addresses, m)
-        for target, index, part in self._located(a, size, len(values), True, site):
-            self._put(target, index, values, lanes[part], size)
+    def _read(
+        self, addresses: NDArray[np.uint64], size: int, count: int, sites: tuple[int, ...]
+    ) -> NDArray[Any]:
+        """Words [addresses(, count)] of global memory; zero where there is none."""
+        words = np.zeros((addresses.size, count) if count > 1 else addresses.size, UINT[size])
+        for source, index, part in self._located(addresses, size, count, False, sites):
+            words[part] = source[index]
+        return words
+
+    def st_global(
+        self, addresses: Any, size: int, count: int, values: Any, m: Mask, sites: tuple[int, ...]
+    ) -> None:
+        a = self._global(addresses, m)
+        words = self._stored(values, size, count, m).reshape(a.size, -1)
+        for target, index, part in self._located(a, size, count, True, sites):
+            target[index] = words[part] if count > 1 else words[part, 0]
         if self.counting:
-            self.machine.counters.st_global_bytes += size * len(values) * len(lanes)
+            self.machine.counters.st_global_bytes += size * count * a.size
         self.cta.cluster.version += 1
 
     def _window(self, addresses: Any, m: Mask) -> int:
@@ -263,15 +335,17 @@ class Accesses(Lanes):
             return self.ld_param(addresses, size, count)
         if tag == LOCAL_TAG:
             return self.ld_local(np.asarray(addresses) & FULL, size, count, m, site)
-        return self.ld_global(addresses, size, count, m, site)
+        return self.ld_global(addresses, size, count, m, (site,))
 
-    def st_generic(self, addresses: Any, size: int, values: tuple, m: Mask, site: int) -> None:
+    def st_generic(
+        self, addresses: Any, size: int, count: int, values: tuple, m: Mask, site: int
+    ) -> None:
         tag = self._window(addresses, m)
         if tag == SHARED_TAG:
-            return self.st_cluster(np.asarray(addresses) & FULL, size, values, m, site)
+            return self.st_cluster(np.asarray(addresses) & FULL, size, count, values, m, site)
         if tag == LOCAL_TAG:
-            return self.st_local(np.asarray(addresses) & FULL, size, values, m, site)
-        return self.st_global(addresses, size, values, m, site)
+            return self.st_local(np.asarray(addresses) & FULL, size, count, values, m, site)
+        return self.st_global(addresses, size, count, values, m, (site,))
 
     ld_const = ld_generic
 
@@ -297,7 +371,9 @@ class Accesses(Lanes):
         out[lanes[:, 0]] = self.local[lanes, at].view(UINT[size])
         return out.T
 
-    def st_local(self, addresses: Any, size: int, values: tuple, m: Mask, site: int) -> None:
+    def st_local(
+        self, addresses: Any, size: int, count: int, values: tuple, m: Mask, site: int
+    ) -> None:
         lanes, at = self._local_bytes(addresses, size * len(values), m, site)
         words = np.empty((self.lanes, len(values)), UINT[size])
         for i, value in enumerate(values):
@@ -333,132 +409,143 @@ class Accesses(Lanes):
             space = "shared" if shared else "global"
             if shared:
                 addresses = np.asarray(addresses) & FULL
-        lanes = self._active(m)
-        operands = [
-            [
-                np.broadcast_to(np.asarray(v).astype(UINT[size], copy=False), (self.lanes,))
-                for v in part
-            ]
-            for part in values
-        ]
+        operands = [self._stored(part, size, 1, m) for part in values]  # [count, active lanes]
         out = np.zeros((count, self.lanes), UINT[size])
+        lanes = self._active(m)
+        places: list[tuple[np.ndarray, NDArray[np.int64], NDArray[np.intp]]] = []
         if space in ("shared", "cluster"):
-            cta, offsets, lanes = self._shared_offsets(
-                addresses, size * count, m, site, space == "cluster", True
+            cta, offsets = self._shared_offsets(
+                addresses, size * count, m, (site,), space == "cluster", True
             )
-            self._mark_atomic(cta, offsets, size * count, lanes)
-            places = [(cta.shared.typed(size), offsets // size, slice(None))]
+            self._mark_atomic(cta, offsets[0], size * count, m)
+            places.append((cta.shared.typed(size), offsets[0] // size, np.arange(len(lanes))))
         else:
-            a, lanes = self._global(addresses, m)
-            places = []
-            for target, index, part in self._located(a, size, count, True, site):
-                flat = target.reshape(-1)
-                places.append((flat, index * count, part))
+            a = self._global(addresses, m)
+            for target, index, part in self._located(a, size, count, True, (site,)):
+                which = np.arange(len(lanes))[part]
+                places.append((target.reshape(-1), index * count, which))
             if self.counting:
                 self.machine.counters.st_global_bytes += size * count * len(lanes)
-        for target, index, part in places:
-            for lane, at in zip(lanes[part].tolist(), index.tolist(), strict=True):
-                for i in range(count):
-                    old = target[at + i]
-                    out[i, lane] = old
-                    args = [o[i][lane] for o in operands]
-                    target[at + i] = _atomic(op, type_, old, args)
+        for target, index, which in places:
+            spots = index + np.arange(count)[:, None]  # [count, lanes]
+            turns = [slice(None)]
+            if len(np.unique(spots)) < spots.size:  # lanes that meet take turns
+                turns = [slice(i, i + 1) for i in range(len(which))]
+            for turn in turns:
+                old, part = target[spots[:, turn]], which[turn]
+                out[:, lanes[part]] = old
+                target[spots[:, turn]] = _atomic(op, type_, old, [o[:, part] for o in operands])
         self.cta.cluster.version += 1
         return out
 
-    def _mark_atomic(self, cta: Cta, offsets, nbytes: int, lanes) -> None:
+    def _mark_atomic(self, cta: Cta, offsets: NDArray[np.int64], nbytes: int, m: Mask) -> None:
         """Atomics do not race with one another; they count as writes for what follows."""
-        warps = self.lane_warp[lanes][:, None]
+        warps = self.lane_warp[self._lanes(m)][:, None]
         cells = cta.shadow.cells(offsets, nbytes)
         cta.shadow.put(cells, warps, self.clocks.rows[warps, 0, warps])
 
-    def ldmatrix(self, addresses: Any, count: int, trans: bool, m: Mask, site: int) -> list:
-        spots, lanes = self._matrix(addresses, count, trans, m, site, False)
-        words = self.cta.shared.typed(2)[spots >> 1].astype(np.uint32)
-        out = np.zeros((count, self.lanes), np.uint32)
-        out[:, lanes] = words[:, 0] | words[:, 1] << np.uint32(16)
-        return list(out)
+    def ldmatrix(
+        self, addresses: Any, count: int, trans: bool, m: Mask, sites: tuple[int, ...]
+    ) -> NDArray[np.uint32]:
+        """Words [accesses * count, lanes]."""
+        words = self._matrices(addresses, count, trans, m, sites, False)
+        words = words.reshape(-1, words.shape[-1])
+        if m is None:
+            return words
+        out = np.zeros((len(words), self.lanes), np.uint32)
+        out[:, m] = words
+        return out
 
-    def stmatrix(self, addresses: Any, values: tuple, trans: bool, m: Mask, site: int) -> None:
-        spots, lanes = self._matrix(addresses, len(values), trans, m, site, True)
-        words = np.stack([np.broadcast_to(v, (self.lanes,))[lanes] for v in values])
-        halves = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], 1)
-        self.cta.shared.typed(2)[spots >> 1] = halves.astype(np.uint16)
+    def stmatrix(
+        self,
+        addresses: Any,
+        count: int,
+        trans: bool,
+        values: Any,
+        m: Mask,
+        sites: tuple[int, ...],
+    ) -> None:
+        words = self._stored(values, 4, 1, m).reshape(len(sites), count, -1)
+        self._matrices(addresses, count, trans, m, sites, True, words)
 
-    def _matrix(self, addresses: Any, count: int, trans: bool, m: Mask, site: int, write: bool):
-        """Element offsets [count, 2, lanes] after bounds, race and bank checks of the rows."""
-        a = np.broadcast_to(np.asarray(addresses), (self.lanes,))
-        givers = self.lane_id < 8 * count if m is None else (self.lane_id < 8 * count) & m
-        cta, rows, lanes = self._shared_offsets(a, 16, givers, site, False, write)
+    def _matrices(
+        self,
+        addresses: Any,
+        count: int,
+        trans: bool,
+        m: Mask,
+        sites: tuple[int, ...],
+        write: bool,
+        words: Any = None,
+    ) -> Any:
+        """Moves words [accesses, count, active lanes] after all checks of the matrices' rows."""
+        givers = m
+        if count < 4:
+            givers = self.lane_id < 8 * count if m is None else (self.lane_id < 8 * count) & m
+        cta, rows = self._shared_offsets(addresses, 16, givers, sites, False, write)
         if self.check:
-            self._check_shared(cta, rows, 16, lanes, givers, write, site)
+            self._check_shared(cta, rows, 16, givers, write, sites)
             if write:
                 for w in self._warps(m):
                     self.clocks.wrote_shared(self.warp0 + w, FULL)
         if self.counting:
-            self._count_shared(rows, 16, lanes, write)
-        active = self._active(m)
-        offsets = a[active].astype(np.int64) & 0xFFFFFF
-        return tensor_core.matrix_addresses(offsets, count, trans), active
+            self._count_shared(rows, 16, givers, write)
+        given = np.zeros((len(sites), rows.shape[1] // (8 * count), 32), np.int64)
+        given[:, :, : 8 * count] = rows.reshape(len(sites), -1, 8 * count)
+        spots = tensor_core.matrix_addresses(given.reshape(-1), count, trans)
+        spots = spots.reshape(count, 2, len(sites), -1).transpose(2, 0, 3, 1)  # [.., half]
+        if trans:
+            index, memory = spots >> 1, cta.shared.typed(2)
+        else:  # both halves of a word are neighbours
+            index, memory = spots[..., 0] >> 2, cta.shared.typed(4)
+        if write:
+            words = np.ascontiguousarray(words)
+            memory[index] = words.view(np.uint16).reshape(index.shape) if trans else words
+            return None
+        found = memory[index]
+        return np.ascontiguousarray(found).view(np.uint32)[..., 0] if trans else found
 
     def movmatrix(self, value: Any) -> NDArray[np.uint32]:
         return tensor_core.movmatrix(np.ascontiguousarray(value))
 
 
-_CONFLICTS: dict[bytes, int] = {}
+_CONFLICTS: dict[tuple, int] = {}
 
 
-def _bank_conflicts(offsets: NDArray[np.int64], warps: NDArray[np.intp], nbytes: int) -> int:
-    """Passes beyond the fewest: 32 banks of 4 bytes; wide accesses go by parts of a warp."""
-    key = (offsets - (offsets[0] & ~127)).tobytes() + warps.tobytes() + bytes([nbytes & 255])
+def _bank_conflicts(offsets: NDArray[np.int64], m: Mask, nbytes: int) -> int:
+    """Passes beyond the fewest of accesses [accesses, active lanes].
+
+    32 banks of 4 bytes; wide accesses go by parts of a warp.
+    """
+    near = offsets - (offsets[0, 0] & ~127)
+    key = (nbytes, None if m is None else m.tobytes(), len(offsets), near.tobytes())
     found = _CONFLICTS.get(key)
     if found is not None:
         return found
+    warps = np.arange(offsets.shape[1]) // 32 if m is None else np.flatnonzero(m) // 32
     per_pass = max(1, min(32, 128 // nbytes))
     extra = 0
-    for warp in np.unique(warps):
-        mine = offsets[warps == warp]
-        for i in range(0, len(mine), per_pass):
-            part = mine[i : i + per_pass]
-            words = np.unique((part[:, None] + np.arange(0, max(nbytes, 4), 4)) // 4)
-            extra += int(np.bincount(words % 32).max()) - 1
-    if len(_CONFLICTS) > 1 << 16:
+    for access in offsets:
+        for warp in np.unique(warps):
+            mine = access[warps == warp]
+            for i in range(0, len(mine), per_pass):
+                part = mine[i : i + per_pass]
+                words = np.unique((part[:, None] + np.arange(0, max(nbytes, 4), 4)) // 4)
+                extra += int(np.bincount(words % 32).max()) - 1
+    if len(_CONFLICTS) > 1 << 12:
         _CONFLICTS.clear()
     _CONFLICTS[key] = extra
     return extra
 
 
-def _atomic(op: str, type_: str, old: Any, args: list) -> Any:
-    """The new value of one memory word."""
+def _atomic(op: str, type_: str, old: NDArray[Any], args: list[NDArray[Any]]) -> NDArray[Any]:
+    """The new values of memory words."""
+    new = np.ascontiguousarray(args[0])
     if op == "exch":
-        return args[0]
+        return new
     if op == "cas":
-        return args[1] if old == args[0] else old
-    if op in ("and", "or", "xor"):
-        return {"and": old & args[0], "or": old | args[0], "xor": old ^ args[0]}[op]
-    if type_ in ("f16x2", "bf16x2"):
+        return np.where(old == new, args[1], old)
+    if type_ in ("f16x2", "bf16x2") and op in ("add", "min", "max"):
         function = {"add": np.add, "min": ops.fmin, "max": ops.fmax}[op]
-        return ops.narrow(type_, function, old, args[0])
-    dtype = type_.replace("b", "u") if type_ in ("b32", "b64") else type_
-    if op == "inc":
-        return old.dtype.type(0) if old >= args[0] else old + old.dtype.type(1)
-    if op == "dec":
-        return args[0] if old == 0 or old > args[0] else old - old.dtype.type(1)
-    if dtype == "bf16":
-        return tma.combine(op, dtype, np.array([old]), np.array([args[0]]))[0]
-    view = {
-        "u32": np.uint32,
-        "s32": np.int32,
-        "u64": np.uint64,
-        "s64": np.int64,
-        "f16": np.float16,
-        "f32": np.float32,
-        "f64": np.float64,
-    }[dtype]
-    x, y = np.array([old]).view(view), np.array([args[0]]).view(view)
-    out = {
-        "add": np.add,
-        "min": np.fmin if dtype[0] == "f" else np.minimum,
-        "max": np.fmax if dtype[0] == "f" else np.maximum,
-    }[op](x, y)
-    return out.view(old.dtype)[0]
+        return ops.narrow(type_, function, old, new)
+    return tma.combine(op, {"b32": "u32", "b64": "u64"}.get(type_, type_), old, new)

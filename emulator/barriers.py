@@ -239,8 +239,8 @@ class Barriers(Accesses):
 
         for lane in self._active(m).tolist():
             a, n = self._at(address, lane), self._at(count, lane)
-            cta, offsets, _ = self._shared_offsets(a, 8, self._only(lane), site, False, True)
-            offset = int(offsets[0])
+            cta, offsets = self._shared_offsets(a, 8, self._only(lane), (site,), False, True)
+            offset = int(offsets[0, 0])
             barrier = Mbarrier(n, n)
             warp = self.warp0 + lane // 32
             barrier.init = (warp, int(self.clocks.rows[warp, 0, warp]))

@@ -212,9 +212,9 @@ class Shadow:
         self.writer[row, cells] = -1
 
     def cells(self, offsets: NDArray[np.int64], nbytes: int) -> NDArray[np.int64]:
-        """Flat numbers of the cells that accesses of `nbytes` at byte offsets cover, [lanes, n]."""
+        """Flat numbers of the cells that accesses of `nbytes` at byte offsets cover, [..., n]."""
         span = np.arange(max(1, nbytes // self.cell_bytes))
-        return (offsets // self.cell_bytes)[:, None] + span
+        return (offsets // self.cell_bytes)[..., None] + span
 
     def put(self, cells: NDArray[np.int64], agents: NDArray | int, epochs: NDArray | int) -> None:
         """Makes agents the last writers of cells."""
@@ -234,34 +234,65 @@ class Shadow:
 
         Args:
             present: warps that take part.
-            warps: of each lane, [lanes, 1].
-            cells: of each lane, [lanes, n].
+            warps: of each lane, [lanes].
+            cells: of each lane, [..., lanes, n].
         """
+        found = self._generic_conflict(clocks, present, warps[:, None], cells, write)
+        if not isinstance(found, str):
+            self._record(clocks, present, warps[:, None], cells, write, site)
+        return found
+
+    def together(
+        self,
+        clocks: Clocks,
+        present: slice,
+        warps: NDArray[np.intp],
+        cells: NDArray[np.int64],
+        write: bool,
+        sites: tuple[int, ...],
+    ) -> bool:
+        """Checks and records several instructions, [instructions, lanes, n] cells, as one.
+
+        False, with nothing recorded, if they have to be looked at one by one.
+        """
+        if self._generic_conflict(clocks, present, warps[:, None], cells, write) is not None:
+            return False
+        before = self.writer.take(cells), self.written_at.take(cells)
+        self._record(clocks, present, warps[:, None], cells, write, np.array(sites)[:, None, None])
+        if write and (self.writer.take(cells) != warps[:, None]).any():
+            self.put(cells, *before)  # some write where others do
+            return False
+        return True
+
+    def _generic_conflict(
+        self, clocks: Clocks, present: slice, warps, cells, write: bool
+    ) -> Conflict | str | None:
         writer, at = self.writer.take(cells), self.written_at.take(cells)
         if not write and writer.min() < 0:
             return "uninitialised"
-        found: Conflict | str | None = None
         seen = clocks.rows[present, 0].min(0)  # by all that take part
         wrong = seen.take(writer) < at
         if wrong.any():
             wrong = clocks.rows[warps, 0, writer] < at
             if write:
                 wrong &= writer >= 0
-        if wrong.any():
-            sites = self.write_site.take(cells)
-            found = self._conflict("write", writer, sites, self._rows(cells), wrong)
-        elif write:
-            found = self._read_conflict(clocks, seen, warps, cells)
+            if wrong.any():
+                sites = self.write_site.take(cells)
+                return self._conflict("write", writer, sites, self._rows(cells), wrong)
+        return self._read_conflict(clocks, seen, warps, cells) if write else None
+
+    def _record(
+        self, clocks: Clocks, present: slice, warps, cells, write: bool, sites: NDArray | int
+    ) -> None:
         own = clocks.rows[warps, 0, warps]
         if write:
             self.put(cells, warps, own)
-            self.write_site.reshape(-1)[cells] = site
+            self.write_site.reshape(-1)[cells] = sites
         else:
             self.reads.reshape(-1)[warps * self.writer.size + cells] = own
-            self.read_site.reshape(-1)[cells] = site
+            self.read_site.reshape(-1)[cells] = sites
             for warp in range(present.start, present.stop):
                 self.last_read[warp] = clocks.rows[warp, 0, warp]
-        return found
 
     def _rows(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
         return cells // (16 // self.cell_bytes)

@@ -417,12 +417,12 @@ class Copies(Barriers):
         return agent
 
     def cp_async(self, dst: Any, src: Any, size: int, read: Any, m: Mask, site: int) -> None:
-        cta, offsets, lanes = self._shared_offsets(dst, size, m, site, False, True)
-        addresses, _ = self._global(src, m)
+        cta, offsets = self._shared_offsets(dst, size, m, (site,), False, True)
+        addresses, lanes = self._global(src, m)[0], self._active(m)
         counts = np.broadcast_to(np.asarray(read), (self.lanes,))[lanes].astype(np.int64)
         if self.check:
-            self._check_shared(cta, offsets, size, lanes, m, True, site)
-            cells = cta.shadow.cells(offsets, size)
+            self._check_shared(cta, offsets, size, m, True, (site,))
+            cells = cta.shadow.cells(offsets[0], size)
             for w in self._warps(m):
                 agent = self._cp_agent(self.warp0 + w)
                 epoch = int(self.clocks.issued[agent]) + 1
@@ -432,14 +432,16 @@ class Copies(Barriers):
             self.machine.counters.shared_write_bytes += size * len(lanes)
 
         def work() -> None:
-            for offset, address, n in zip(
-                offsets.tolist(), addresses.tolist(), counts.tolist(), strict=True
-            ):
-                target = cta.shared.bytes[offset : offset + size]
-                target[...] = 0
-                if n:
-                    view = self._view(site, False)
-                    target[:n] = view(tma.Strided(int(address), (n,), (1,), 1))
+            rows = np.zeros((len(lanes), size), np.uint8)
+            for n in np.unique(counts[counts > 0]).tolist():  # mostly all lanes read `size` bytes
+                mine = np.flatnonzero(counts == n)
+                if n in (4, 8, 16):
+                    words = self._read(addresses[None, mine], 4, n // 4, (site,))
+                    rows[mine, :n] = words.view(np.uint8).reshape(-1, n)
+                else:
+                    a = addresses[mine] + np.arange(n, dtype=np.uint64)[:, None]
+                    rows[mine, :n] = self._read(a, 1, 1, (site,) * n).reshape(n, -1).T
+            cta.shared.typed(1, size)[offsets[0] // size] = rows
 
         if self.machine.eager:
             work()
@@ -482,18 +484,14 @@ class Copies(Barriers):
         for lane in self._active(m).tolist():
             only = self._only(lane)
             bar = self._at(barrier, lane)
-            cta, offsets, _ = self._shared_offsets(addresses, nbytes, only, site, True, True)
+            cta, offsets = self._shared_offsets(addresses, nbytes, only, (site,), True, True)
             owner, object_ = self._mbarrier(bar, site)
             self._agent_of(owner, object_, bar & 0xFFFFFF)
             epoch = self._issue(object_)
             if self.check:
                 self._sees_init(object_, only, site)
-                self._check_shared(cta, offsets, nbytes, np.array([lane]), only, True, site)
+                self._check_shared(cta, offsets, nbytes, only, True, (site,))
                 cta.shadow.put(cta.shadow.cells(offsets, nbytes), object_.agent, epoch)
-
-            def work(cta=cta, offsets=offsets, lane=lane, object_=object_, epoch=epoch) -> None:
-                target = cta.shared.typed(size, len(values))
-                self._put(target, offsets // nbytes, values, np.array([lane]), size)
-                self._complete(object_, epoch, nbytes)
-
-            work()
+            words = self._stored(values, size, len(values), only)
+            cta.shared.typed(size, len(values))[offsets // nbytes] = words
+            self._complete(object_, epoch, nbytes)

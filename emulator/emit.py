@@ -18,6 +18,7 @@ from .steps import (
     LETTER,
     NARROW,
     SPECIAL,
+    Accesses,
     Constant,
     Effect,
     Pure,
@@ -174,6 +175,48 @@ class Emitter:
                 asynchronous,
             )
         )
+
+    def access(
+        self,
+        name: str,
+        where: Operand,
+        arguments: str,
+        bits: int,
+        registers: Sequence[Operand],
+        view: str | None = None,
+        signed: bool = False,
+    ) -> bool:
+        """An access that may run as one with others; False if an operand is no plain register."""
+        if not isinstance(where, Address) or where.coords or where.base not in self.registers:
+            return False
+        if any(r not in self.registers for r in registers):
+            return False
+        base, values = str(where.base), tuple(map(str, registers))
+        if view is None:
+            letters = {self.source(f"b{bits}", value)[0] for value in values}
+        else:
+            letters = {CLASS_LETTERS[self.registers[value]][signed] for value in values}
+        (letter,) = letters
+        if ":" in letter or len(set(values)) < len(values):
+            return False
+        reads, writes = ((base, *values), ()) if view is None else ((base,), values)
+        self.steps.append(
+            Accesses(
+                [],
+                reads,
+                writes,
+                self.guard,
+                self.site,
+                kind=(name, arguments, self.registers[base], letter, view),
+                parts=[(reads, writes, self.site)],
+                columns=([base], [where.offset], list(values)),
+                name=name,
+                arguments=arguments,
+                letters=("u" if self.registers[base] == "b32" else "U", letter),
+                view=view,
+            )
+        )
+        return True
 
     def together(self, call: str) -> list[str]:
         """The line that waits for other lanes, by a call that says whether they are here."""

@@ -107,11 +107,18 @@ def _ld(e: Emitter, dst: Operand, where: Operand, *rest: Operand) -> None:
         raise Unknown
     registers = _elements(e, type_, dst, count)
     size = _BYTES[type_]
+    signed = type_[0] == "s"
+    site = str(e.site)
+    if space in ("shared", "global"):  # several may run as one
+        view = f".view(i{8 * size})" if signed else ""
+        shape = f"{size}, {len(registers)}"
+        if e.access(f"ld_{space}", where, shape, 8 * size, registers, view, signed):
+            return
+        site = f"({e.site},)"
     if space == "param":
         call = f"ld_param({_parameter(e, where)}, {size}, {len(registers)})"
     else:
-        call = f"ld_{space}({e.address(where)}, {size}, {len(registers)}, {{m}}, {e.site})"
-    signed = type_[0] == "s"
+        call = f"ld_{space}({e.address(where)}, {size}, {len(registers)}, {{m}}, {site})"
     values: dict[str, str] = {}
     for i, register in enumerate(registers):
         if register != "_":
@@ -137,8 +144,14 @@ def _st(e: Emitter, where: Operand, value: Operand, *rest: Operand) -> None:
     if len(rest) != policy or space == "param":
         raise Unknown
     size = _BYTES[type_]
-    values = e.words(8 * size, _elements(e, type_, value, count))
-    e.effect(f"st_{space}({e.address(where)}, {size}, {values}, {{m}}, {e.site})")
+    registers = _elements(e, type_, value, count)
+    site = str(e.site)
+    if space in ("shared", "global"):
+        if e.access(f"st_{space}", where, f"{size}, {len(registers)}", 8 * size, registers):
+            return
+        site = f"({e.site},)"
+    values = e.words(8 * size, registers)
+    e.effect(f"st_{space}({e.address(where)}, {size}, {len(registers)}, {values}, {{m}}, {site})")
 
 
 def _st_async(e: Emitter, where: Operand, value: Operand, barrier: Operand) -> None:
@@ -510,24 +523,32 @@ def _products(
     negative = [sign == -1 for sign in signs] or [False, False]
     in_registers = isinstance(a, tuple)
     trans_a, trans_b = (0, *transposed) if in_registers and transposed else transposed or (0, 0)
-    kind = f"{shape[1]}, '{dtype}', '{atype}', '{btype}', {', '.join(map(str, negative))}"
+    arguments = (
+        f"{shape[1]}, '{dtype}', '{atype}', '{btype}', {', '.join(map(str, negative))}, "
+        f"{bool(trans_a)}, {bool(trans_b)}, {saturate}"
+    )
     accumulator = tuple(map(str, acc))
     registers = tuple(map(str, a)) if isinstance(a, tuple) else ()
+    reads = (*registers, *(str(x) for x in (a, b, scale)), *accumulator)
     e.steps.append(
         Products(
             [],
-            (*registers, *(str(x) for x in (a, b, scale)), *accumulator),
+            reads,
             accumulator,
             e.guard,
             e.site,
             asynchronous=True,
+            # Only float32 sums may be taken together: others wrap, or round at each product.
+            kind=(accumulator, in_registers, arguments) if dtype == "f32" else (),
+            parts=[(reads, accumulator, e.site)],
+            columns=(
+                list(registers) if in_registers else [e.text("u64", a)],
+                [e.text("u64", b)],
+                [e.text("pred", scale)],
+            ),
             accumulator=accumulator,
-            kind=f"{kind}, {bool(trans_a)}, {bool(trans_b)}, {saturate}",
-            registers=registers,
-            a=[] if in_registers else [e.text("u64", a)],
-            b=[e.text("u64", b)],
-            scales=[e.text("pred", scale)],
-            sites=[e.site],
+            arguments=arguments,
+            from_registers=in_registers,
         )
     )
 
@@ -626,10 +647,14 @@ def _matrices(e: Emitter, registers: tuple[Operand, ...]) -> tuple[list[str], st
 def _ldmatrix(e: Emitter, dst: Operand, where: Operand) -> None:
     registers = vector(dst)
     here, space, trans = _matrices(e, registers)
+    if here:
+        e.effect(*here)
+    shape = f"{len(registers)}, {trans}"
+    if space == "shared" and e.access("ldmatrix", where, shape, 32, registers, ""):
+        return
     address = e.shared_address(where, space)
     e.effect(
-        *here,
-        f"t = ldmatrix({address}, {len(registers)}, {trans}, {{m}}, {e.site})",
+        f"t = ldmatrix({address}, {shape}, {{m}}, ({e.site},))",
         *e.results({f"u:{r}": f"t[{i}]" for i, r in enumerate(registers)}),
     )
 
@@ -638,8 +663,13 @@ def _ldmatrix(e: Emitter, dst: Operand, where: Operand) -> None:
 def _stmatrix(e: Emitter, where: Operand, src: Operand) -> None:
     registers = vector(src)
     here, space, trans = _matrices(e, registers)
+    if here:
+        e.effect(*here)
+    shape = f"{len(registers)}, {trans}"
+    if space == "shared" and e.access("stmatrix", where, shape, 32, registers):
+        return
     address = e.shared_address(where, space)
-    e.effect(*here, f"stmatrix({address}, {e.words(32, registers)}, {trans}, {{m}}, {e.site})")
+    e.effect(f"stmatrix({address}, {shape}, {e.words(32, registers)}, {{m}}, ({e.site},))")
 
 
 @op("movmatrix")

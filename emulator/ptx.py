@@ -425,7 +425,7 @@ def _gathers(ins: Instruction) -> int:
     if ins.predicate:
         return 0
     if ins.opcode.startswith("wgmma."):
-        return 2
+        return 1 if ins.opcode.startswith("wgmma.wait") else 2
     whole = ins.opcode.startswith(_MEMBERS) and ins.operands[-1] in (-1, 0xFFFFFFFF)
     return int(whole or ins.opcode.startswith(_WHOLE_WARP))
 

@@ -112,42 +112,100 @@ class Effect:
 
 
 @dataclass(slots=True)
-class Products(Effect):
-    """wgmmas into one accumulator, one behind the other: they run as one, over a longer K."""
+class Run(Effect):
+    """Instructions of one kind, one behind the other, that run as one."""
 
-    accumulator: tuple[str, ...] = ()
-    kind: str = ""  # the arguments they share
-    registers: tuple[str, ...] = ()  # of A, if it comes from there
-    a: list[str] = field(default_factory=list)  # its descriptors else
-    b: list[str] = field(default_factory=list)
-    scales: list[str] = field(default_factory=list)
-    sites: list[int] = field(default_factory=list)
+    kind: tuple = ()  # what they share; empty if others may not join
+    parts: list[tuple[tuple[str, ...], tuple[str, ...], int]] = field(default_factory=list)
+    columns: tuple[list, ...] = ()  # what each has of its own
 
-    def join(self, other: Products) -> bool:
-        """Takes over the products of `other` if it may follow at once."""
-        alike = (self.accumulator, self.kind) == (other.accumulator, other.kind)
-        alike &= bool(self.registers) == bool(other.registers)
-        if not alike or self.guard or other.guard or "'f32'" not in self.kind:
+    def join(self, other: Run) -> bool:
+        """Takes over `other` if it may follow at once."""
+        if not self.kind or self.kind != other.kind or self.guard or other.guard:
+            return False
+        if not self.independent(other):
             return False
         self.reads += other.reads
-        self.registers += other.registers
-        for name in ("a", "b", "scales", "sites"):
-            getattr(self, name).extend(getattr(other, name))
+        self.writes += other.writes
+        self.parts += other.parts
+        for mine, others in zip(self.columns, other.columns, strict=True):
+            mine.extend(others)
         return True
 
+    def independent(self, other: Run) -> bool:
+        """Whether neither reads what the other writes."""
+        return not {*other.reads, *other.writes} & {*self.writes}
+
+    def held(self) -> tuple[str, ...]:
+        """Registers that nothing else may read before."""
+        return self.writes
+
     def leaves(self, pure: Pure) -> bool:
-        """Whether `pure` may as well run before the products as behind them."""
-        mine = {*self.accumulator, *self.registers}
-        return pure.dst not in self.reads and mine.isdisjoint(pure.reads())
+        """Whether `pure` may as well come before as behind."""
+        return pure.dst not in (*self.reads, *self.writes) and not (
+            {*self.held()} & {*pure.reads()}
+        )
+
+    @property
+    def sites(self) -> tuple[int, ...]:
+        return tuple(site for _, _, site in self.parts)
 
     def finish(self) -> None:
-        """Writes the line of code."""
-        registers = f"{{u*:{' '.join(self.registers)}}}"
-        a = registers if self.registers else f"({', '.join(self.a)},)"
-        letter = {"s32": "i", "f16": "u"}.get(self.kind.split("'")[1], "f")
+        """Writes the lines of code."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class Products(Run):
+    """wgmmas into one accumulator: one product over a longer K."""
+
+    accumulator: tuple[str, ...] = ()
+    arguments: str = ""
+    from_registers: bool = False  # where A comes from: the first column; else it has descriptors
+
+    def independent(self, other: Run) -> bool:
+        return True  # they add to the same registers
+
+    def held(self) -> tuple[str, ...]:
+        return (*self.accumulator, *self.columns[0]) if self.from_registers else self.accumulator
+
+    def finish(self) -> None:
+        a, b, scales = self.columns
+        source = f"{{u*:{' '.join(a)}}}" if self.from_registers else f"({', '.join(a)},)"
+        letter = {"s32": "i", "f16": "u"}.get(self.arguments.split("'")[1], "f")
         acc = f"{{{letter}*:{' '.join(self.accumulator)}}}"
-        b, scales = ", ".join(self.b), ", ".join(self.scales)
-        self.lines = [f"wgmma({acc}, {a}, ({b},), ({scales},), {tuple(self.sites)}, {self.kind})"]
+        self.lines = [
+            f"wgmma({acc}, {source}, ({', '.join(b)},), ({', '.join(scales)},), {self.sites}, "
+            f"{self.arguments})"
+        ]
+
+
+@dataclass(slots=True)
+class Accesses(Run):
+    """Loads or stores of lanes: one access by more lanes. Columns: bases, offsets, registers."""
+
+    name: str = ""
+    arguments: str = ""
+    letters: tuple[str, str] = ("", "")  # of addresses and of what is loaded or stored
+    view: str | None = None  # what to make of a loaded value; None: a store
+
+    def finish(self) -> None:
+        bases, offsets, registers = self.columns
+        letter, value_letter = self.letters
+        same = len(set(bases)) == 1
+        place = f"{{{letter}:{bases[0]}}}" if same else f"{{{letter}*:{' '.join(bases)}}}"
+        if len(bases) > 1 and (same or any(offsets)):
+            wrap = 1 << 8 * DTYPE[letter]().itemsize
+            place += f" + {{k{letter}:{' '.join(str(o % wrap) for o in offsets)}}}"
+        elif offsets[0]:
+            place += f" {'+' if offsets[0] > 0 else '-'} {abs(offsets[0])}"
+        values = f"{{{value_letter}*:{' '.join(registers)}}}"
+        if self.view is None:
+            call = f"{self.name}({place}, {self.arguments}, {values}, {{m}}, {self.sites})"
+            self.lines = [call]
+        else:
+            call = f"{self.name}({place}, {self.arguments}, {{m}}, {self.sites})"
+            self.lines = [f"{values} <- {call}{self.view}"]
 
 
 def literal(value: object) -> str:

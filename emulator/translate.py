@@ -23,7 +23,7 @@ import numpy as np
 from . import emit_arithmetic, emit_effects, ptx
 from .emit import Emitter
 from .ptx import Instruction, Kernel
-from .steps import DTYPE, Constant, Effect, Products, Pure, literal
+from .steps import DTYPE, Constant, Effect, Pure, Run, literal
 
 _HANDLERS = emit_arithmetic.HANDLERS | emit_effects.HANDLERS
 CLASSES = ("issue", "mufu", "fma", "tensor", "shared", "global", "sync")
@@ -209,6 +209,11 @@ class Program:
         lines: list[str] = []
         if check and not item.asynchronous:
             reads, writes = self.mask_of(item.reads), self.mask_of(item.writes)
+            if isinstance(item, Run):
+                self.touches[item.site] = [
+                    (self.mask_of(read), self.mask_of(written), site)
+                    for read, written, site in item.parts
+                ]
             if reads | writes:
                 lines.append(f"touch({reads}, {writes}, {item.site})")
         mask = "m"
@@ -283,9 +288,12 @@ class Program:
 
 
 class _Names:
-    """Fills the placeholders of an effect: {m}, {u:%r1} (a row), {u*:%r1 %r2} (several rows)."""
+    """Fills the placeholders of an effect.
 
-    _pattern = re.compile(r"\{(\w)(\*?):([^}]*)\}")
+    {m}, {u:%r1} (a row), {u*:%r1 %r2} (several rows), {ku:0 16} (a column of constants).
+    """
+
+    _pattern = re.compile(r"\{(\w+)(\*?):([^}]*)\}")
 
     def __init__(self, program: Program, mask: str) -> None:
         self.program, self.mask = program, mask
@@ -293,6 +301,9 @@ class _Names:
     def render(self, line: str, masked: bool) -> str:
         def fill(found: re.Match[str]) -> str:
             letter, star, names = found.groups()
+            if letter[0] == "k":
+                numbers = np.array([int(n) for n in names.split()], DTYPE[letter[1]])
+                return self.program.constant(numbers[:, None])
             if star:
                 return self.program.many(letter, names.split())[0]
             return self.program.view(letter, names)
@@ -315,19 +326,19 @@ class _Names:
 
 
 def _join(steps: list[Pure | Effect]) -> list[Pure | Effect]:
-    """Makes one of wgmmas that follow one another; what stands between them moves before them."""
+    """Makes one of instructions that may run as one; what stands between them moves before them."""
     out: list[Pure | Effect] = []
-    products: Products | None = None
+    last: Run | None = None
     for step in steps:
-        if products and isinstance(step, Products) and products.join(step):
+        if last and isinstance(step, Run) and last.join(step):
             continue
-        if products and isinstance(step, Pure) and products.leaves(step):
+        if last and isinstance(step, Pure) and last.leaves(step):
             out.insert(-1, step)
             continue
-        products = step if isinstance(step, Products) else None
+        last = step if isinstance(step, Run) else None
         out.append(step)
     for step in out:
-        if isinstance(step, Products):
+        if isinstance(step, Run):
             step.finish()
     return out
 
