@@ -36,13 +36,8 @@ class Barriers(Accesses):
 
     def _named(self, barrier: Any, m: Mask, site: int) -> NamedBarrier | None:
         """The barrier all active lanes name; None after splitting the group if they differ."""
-        if np.ndim(barrier) == 0:
-            return self.cta.named[int(barrier) & 15]
-        lanes = self._active(m)
-        ids = np.unique(barrier[lanes])
-        if len(ids) == 1:
-            return self.cta.named[int(ids[0]) & 15]
-        return None
+        one = self._shared_value(barrier, m)
+        return None if one is None else self.cta.named[one & 15]
 
     def _arrive_named(self, named: NamedBarrier, count: Any, m: Mask, site: int) -> bool:
         """Counts the active lanes; True if that completes the barrier."""
@@ -286,12 +281,12 @@ class Barriers(Accesses):
         site: int,
     ) -> None:
         """kind: 0 counts bytes only, 1 arrives, 2 arrives and drops. Negative bytes have come."""
-        active = self._everyone if m is None else m
-        if np.ndim(address) == 0:
-            parts = {int(address): m}
+        one = self._shared_value(address, m)
+        if one is not None:
+            parts = {one: m}
         else:
-            several = np.unique(address[active]).tolist()
-            parts = {a: active & (address == a) if len(several) > 1 else m for a in several}
+            active = self._everyone if m is None else m
+            parts = {a: active & (address == a) for a in np.unique(address[active]).tolist()}
         for one, part in parts.items():
             self._arrive_one(one, count, nbytes, kind, relaxed, cluster, part, site, no_complete)
 
@@ -330,7 +325,9 @@ class Barriers(Accesses):
 
     @staticmethod
     def _sum(value: Any, lanes: NDArray) -> int:
-        return int(value) * len(lanes) if np.ndim(value) == 0 else int(value[lanes].sum())
+        if isinstance(value, np.ndarray) and value.ndim:
+            return int(value[lanes].sum())
+        return int(value) * len(lanes)
 
     def _flip(self, barrier: Mbarrier) -> None:
         if barrier.pending <= 0 and barrier.tx == 0:
@@ -346,14 +343,13 @@ class Barriers(Accesses):
         self, address: Any, phase: Any, parity: bool, relaxed: bool, m: Mask, site: int
     ) -> Any:
         """True where the phase has completed; STALL for a wait that failed before."""
-        lanes = self._active(m)
-        if np.ndim(address) and len(np.unique(address[lanes])) > 1:
+        lanes, where = self._active(m), self._shared_value(address, m)
+        if where is None:
             out = np.zeros(self.lanes, bool)
             for one in np.unique(address[lanes]):
                 part = (address == one) & (self._everyone if m is None else m)
                 out[part] = self._completed(int(one), phase, parity, relaxed, part, site)
             return out if out[lanes].any() else self._spin(int(address[lanes[0]]), phase, lanes)
-        where = self._at(address, int(lanes[0]))
         if self._completed(where, phase, parity, relaxed, m, site):
             return True
         return self._spin(where, phase, lanes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -215,10 +215,9 @@ class Copies(Barriers):
                 arrivals.append((cta, rows, object_, epoch))
             if from_shared and self.check:
                 rows = self._bulk_rows(self.cta, source, n, site)
-                first = arrivals[0]
-                self._async_read(
-                    self.cta, rows, ("copy", first[2].agent), first[2].agent, first[3], lane, site
-                )
+                _, _, object_, epoch = arrivals[0]
+                key, agents = ("copy", object_.agent), (object_.agent,)
+                self._async_read(rows, key, agents, epoch, *self._one(lane), site)
             if self.counting and not from_shared:
                 self.machine.counters.tma_load_bytes += n
             self._start(self._bulk_work(source, n, arrivals, from_shared, op, type_, site))
@@ -268,20 +267,19 @@ class Copies(Barriers):
         return slice(offset >> 4, (offset + n) >> 4)
 
     def _async_read(
-        self, cta: Cta, rows: Any, key: Any, agent: int, epoch: int, lane: int, site: int
+        self,
+        rows: Any,
+        key: Any,
+        agents: tuple[int, ...],
+        epoch: int,
+        warp: int,
+        bits: int,
+        site: int,
     ) -> None:
-        warp, bits = self._one(lane)
-        found = cta.shadow.async_read(
-            self.clocks.eyes(warp, bits),
-            self.clocks.rows[warp, 0],
-            rows,
-            key,
-            (agent,),
-            epoch,
-            site,
-        )
+        eyes, seen = self.clocks.eyes(warp, bits), self.clocks.rows[warp, 0]
+        found = self.cta.shadow.async_read(eyes, seen, rows, key, agents, epoch, site)
         if found is not None:
-            self._race(found, False, cta, site)
+            self._race(found, False, self.cta, site)
 
     def _bulk_thread(self, lane: int) -> BulkThread:
         warp = self.warp0 + lane // 32
@@ -298,45 +296,53 @@ class Copies(Barriers):
     def tma_store(
         self, descriptor: Any, coords: tuple, src: Any, op: str, m: Mask, site: int
     ) -> None:
-        stored: set[tuple] = set()
-        for lane in self._active(m).tolist():
-            where = self._at(descriptor, lane)
+        for (where, source, *at), lanes in self._askers(m, descriptor, src, *coords):
             tensor = self._tensor_map(where, site)
-            at = tuple(self._at(c, lane) for c in coords)
-            source = self._at(src, lane)
             granules = self._box_granules(tensor, source, self.cta, site)
             # The unit takes an instruction once a warp: lanes that all ask for one store (the DSL
             # elects none) make one, though it joins the bulk group of each.
-            key = (lane // 32, where, at, source)
-            repeated = not op and key in stored
-            stored.add(key)
-            if self.counting and not repeated:
-                region = tma.global_footprint(tensor, at)
-                self.machine.counters.tma_store_bytes += region.nbytes if region else 0
-            view = self._view(site, True)
+            for group in [[lane] for lane in lanes] if op else [lanes]:
+                if self.counting:
+                    region = tma.global_footprint(tensor, tuple(at))
+                    self.machine.counters.tma_store_bytes += region.nbytes if region else 0
+                view = self._view(site, True)
 
-            def work(tensor=tensor, at=at, granules=granules, view=view, repeated=repeated) -> None:
-                if repeated:
-                    return
-                data = self.cta.shared.granules[granules].view(np.uint8)
-                if op:
-                    tma.reduce_box(tensor, at, data, view, op)
-                else:
-                    tma.write_box(tensor, at, data, view)
+                def work(tensor=tensor, at=tuple(at), granules=granules, view=view) -> None:
+                    data = self.cta.shared.granules[granules].view(np.uint8)
+                    if op:
+                        tma.reduce_box(tensor, at, data, view, op)
+                    else:
+                        tma.write_box(tensor, at, data, view)
 
-            self._store(self._as_slice(granules, tensor), work, lane, site)
+                self._store(self._as_slice(granules, tensor), work, group, site)
 
-    def _store(self, rows: Any, work: Callable[[], None], lane: int, site: int) -> None:
-        """A bulk copy out of shared memory joins the thread's open group."""
-        thread = self._bulk_thread(lane)
-        thread.used, thread.site = True, site
+    def _askers(self, m: Mask, *operands: Any) -> Iterable[tuple[tuple[int, ...], list[int]]]:
+        """Values of operands, and the lanes of one warp that have them."""
+        lanes = self._active(m)
+        columns = [
+            [int(o)] * len(lanes) if np.ndim(o) == 0 else o[lanes].tolist() for o in operands
+        ]
+        found: dict[tuple, list[int]] = {}
+        for lane, *values in zip(lanes.tolist(), *columns, strict=True):
+            found.setdefault((lane // 32, *values), []).append(lane)
+        return [(key[1:], group) for key, group in found.items()]
+
+    def _store(self, rows: Any, work: Callable[[], None], lanes: list[int], site: int) -> None:
+        """A bulk copy out of shared memory joins the open group of each thread that asks for it."""
+        threads = [self._bulk_thread(lane) for lane in lanes]
+        for thread in threads:
+            thread.used, thread.site = True, site
         if self.check:
-            key = ("bulk", thread.agent)
-            self._async_read(self.cta, rows, key, thread.agent, thread.committed + 1, lane, site)
+            warp, bits = self._one(lanes[0])
+            if len(lanes) > 1:  # a copy of any of them has to be in order
+                bits = self._gone(lanes[0] // 32)
+            for epoch in {thread.committed + 1 for thread in threads}:
+                agents = tuple(t.agent for t in threads if t.committed + 1 == epoch)
+                self._async_read(rows, ("bulk", agents), agents, epoch, warp, bits, site)
         if self.machine.eager:
             work()
         else:
-            thread.open.append(work)
+            threads[0].open.append(work)
 
     def bulk_store(
         self, dst: Any, src: Any, size: Any, op: str, type_: str, m: Mask, site: int
@@ -365,7 +371,7 @@ class Copies(Barriers):
                 else:
                     place[...] = data.view(place.dtype)
 
-            self._store(rows, work, lane, site)
+            self._store(rows, work, [lane], site)
 
     def bulk_commit(self, m: Mask, site: int) -> None:
         for lane in self._active(m).tolist():

@@ -68,9 +68,15 @@ class Emitter:
     """
 
     def __init__(
-        self, kernel: Kernel, handlers: dict[str, Handler], steps: list[Pure | Effect], fall: int
+        self,
+        kernel: Kernel,
+        handlers: dict[str, Handler],
+        unread: Collection[str],
+        steps: list[Pure | Effect],
+        fall: int,
     ) -> None:
         self.kernel, self.handlers, self.steps = kernel, handlers, steps
+        self.unread = unread  # registers that are named but once
         self.fall = fall if fall < len(kernel.blocks) else -1
         self.registers = kernel.registers
         self.head = ""

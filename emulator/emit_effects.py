@@ -323,6 +323,7 @@ def _mbarrier_inval(e: Emitter, act: str, space: str, relaxed: bool, where: Oper
 
 def _mbarrier_arrive(e: Emitter, act: str, space: str, relaxed: bool, *operands: Operand) -> None:
     state, *rest = ("_", *operands) if isinstance(operands[0], Address) else operands
+    state = "_" if state in e.unread else state
     where, value = (*rest, 1) if len(rest) == 1 else rest
     amount = e.text("u32", value)
     count, nbytes = ("1", amount) if e.flag("expect_tx") else (amount, "0")

@@ -46,9 +46,10 @@ class Instructions(Copies):
         self,
         acc: Any,
         a: Any,
-        b: tuple,
-        scales: tuple,
+        b: Any,
+        scales: Any,
         sites: tuple[int, ...],
+        from_registers: bool,
         columns: int,
         dtype: str,
         atype: str,
@@ -63,13 +64,13 @@ class Instructions(Copies):
 
         Args:
             acc: registers [n, 128].
-            a: descriptors, one a wgmma; or the registers of all, [4 * wgmmas, 128].
-            b, scales, sites: one a wgmma.
+            a: descriptors; or the registers of all, [4 * wgmmas, 128].
+            b: descriptors. These and scales: one a wgmma, as rows [wgmmas, 128] or as a tuple.
         """
         major_a, major_b = "mn" if trans_a else "k", "mn" if trans_b else "k"
         item, item_b = _ITEM[atype], _ITEM[btype]
-        b = tuple(self._at(d, 0) for d in b)
-        a_descs = tuple(self._at(d, 0) for d in a) if isinstance(a, tuple) else None
+        b = self._firsts(b)
+        a_descs = None if from_registers else self._firsts(a)
 
         def plans(part: slice) -> list[tensor_core.Operand]:
             found = [tensor_core.operand(b[part], "b", major_b, columns, item_b)]
@@ -94,7 +95,7 @@ class Instructions(Copies):
             counters.shared_read_bytes += 16 * sum(len(plan.granules) for plan in used)
         view = acc.view(np.float16) if dtype == "f16" else acc
         # What stands before one that does not add to the accumulator is lost.
-        keep = [self._at(scale, 0) for scale in scales]
+        keep = self._firsts(scales)
         start = max((i for i, kept in enumerate(keep) if not kept), default=0)
         if start:
             used = plans(slice(start, None))
@@ -119,26 +120,47 @@ class Instructions(Copies):
         else:
             self.open_group.work.append(work)
 
+    def _firsts(self, values: Any) -> tuple[int, ...]:
+        """What lane 0 has of each."""
+        if isinstance(values, np.ndarray):
+            return tuple(values[:, 0].tolist())
+        return tuple(self._at(value, 0) for value in values)
+
     def _check_wgmma(
         self, used: list[tensor_core.Operand], plans: Callable[[slice], list], sites: tuple
     ) -> None:
-        for site in sites:
-            self._check_wgmma_registers(site)
+        acc, source = self._operand_bits(sites)
+        written = self.hot_acc | (acc if len(sites) > 1 else 0)
+        if self.dirty & (acc | source) or written & source or self.hot_src & acc:
+            for site in sites:
+                self._check_wgmma_registers(site)
+        self._fly(acc, source)
         if self._operand_race(used, sites[0]) is not None:
             for i, site in enumerate(sites):
                 found = self._operand_race(plans(slice(i, i + 1)), site)
                 if found is not None:
                     self._race(found, False, self.cta, site)
 
+    def _operand_bits(self, sites: tuple[int, ...]) -> tuple[int, int]:
+        """Registers (accumulators, sources of A) of wgmmas."""
+        if sites not in self._bits:
+            acc = source = 0
+            for site in sites:
+                registers, a, *_ = self.program.kernel.instructions[site].operands
+                acc |= self.program.mask_of(registers)
+                source |= self.program.mask_of(a) if isinstance(a, tuple) else 0
+            self._bits[sites] = acc, source
+        return self._bits[sites]
+
+    def _fly(self, acc: int, source: int) -> None:
+        """Registers are in flight from now on."""
+        self.open_group.accumulators |= acc
+        self.open_group.sources |= source
+        self.hot_acc |= acc
+        self.hot_src |= source
+
     def _check_wgmma_registers(self, site: int) -> None:
-        if site not in self._bits:
-            ins = self.program.kernel.instructions[site]
-            acc, source = ins.operands[0], ins.operands[1]
-            self._bits[site] = (
-                self.program.mask_of(acc),
-                self.program.mask_of(source) if isinstance(source, tuple) else 0,
-            )
-        acc, source = self._bits[site]
+        acc, source = self._operand_bits((site,))
         if self.dirty & (acc | source):
             self.report(
                 "missing wgmma.fence",
@@ -155,10 +177,7 @@ class Instructions(Copies):
                 "a wgmma writes registers that another one in flight reads",
                 site,
             )
-        self.open_group.accumulators |= acc
-        self.open_group.sources |= source
-        self.hot_acc |= acc
-        self.hot_src |= source
+        self._fly(acc, source)
 
     def _operand_race(self, plans: list[tensor_core.Operand], site: int) -> Conflict | str | None:
         epoch = self.wgmma_base + self.wgmma_committed + 1

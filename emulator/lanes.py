@@ -75,14 +75,15 @@ class Lanes:
         from .machine import STALL, Wait
 
         self._stall, self._wait_type = STALL, Wait
-        self._everyone = np.ones(self.lanes, bool)
-        self._bits: dict[int, tuple[int, int]] = {}
+        self._everyone, self._all = np.ones(self.lanes, bool), np.arange(self.lanes)
+        self._bits: dict[tuple[int, ...], tuple[int, int]] = {}
         self._shuffles: dict[tuple, NDArray[np.intp]] = {}
         self._leaders = (self.lane_id * 0, self.lane_id == 0)
 
     def begin(self, registers: int) -> None:
         """A new CTA starts on this unit."""
         self.exited = ~self._exists()
+        self.some_exited = bool(self.exited.any())
         self.registers = [registers] * self.warp_count
         self.dirty = (1 << len(self.program.tracked)) - 1  # registers touched since wgmma.fence
         self.flight: list[WgmmaGroup] = []
@@ -127,12 +128,14 @@ class Lanes:
     def _lane_bits(self, m: Mask, warp: int) -> int:
         if m is None:
             return FULL
-        return int(np.packbits(m[32 * warp : 32 * warp + 32], bitorder="little").view("<u4")[0])
+        return int.from_bytes(
+            np.packbits(m[32 * warp : 32 * warp + 32], bitorder="little"), "little"
+        )
 
     def _warps(self, m: Mask) -> tuple[int, ...]:
         if m is None or m is self.group.mask:
             return self.group.warps
-        return tuple(np.flatnonzero(m.reshape(-1, 32).any(1)).tolist())
+        return tuple(m.reshape(-1, 32).any(1).nonzero()[0].tolist())
 
     def _spans(self, warps: tuple[int, ...]) -> list[slice]:
         """Warps of this unit as runs of warps of the cluster."""
@@ -149,7 +152,7 @@ class Lanes:
         return into
 
     def _gone(self, warp: int) -> int:
-        return self._lane_bits(self.exited, warp) if self.exited.any() else 0
+        return self._lane_bits(self.exited, warp) if self.some_exited else 0
 
     def _acquire(self, m: Mask, clock: Clock | None) -> None:
         if clock is not None:
@@ -172,10 +175,21 @@ class Lanes:
 
     @staticmethod
     def _at(value: Any, lane: int) -> int:
-        return int(value) if np.ndim(value) == 0 else int(value[lane])
+        if isinstance(value, np.ndarray) and value.ndim:
+            return int(value.item(lane))
+        return int(value)
 
     def _active(self, m: Mask) -> NDArray[np.intp]:
-        return np.flatnonzero(self._everyone if m is None else m)
+        return self._all if m is None else m.nonzero()[0]
+
+    @staticmethod
+    def _shared_value(value: Any, m: Mask) -> int | None:
+        """What all active lanes have; None if they differ."""
+        if not isinstance(value, np.ndarray) or not value.ndim:
+            return int(value)
+        mine = value if m is None else value[m]
+        first = mine.item(0)
+        return int(first) if len(mine) == 1 or (mine == first).all() else None
 
     def param_address(self, offset: int) -> int:
         return PARAM_WINDOW + offset

@@ -581,6 +581,7 @@ class Unit(Instructions):
         lanes = self.lanes if group.mask is None else int(group.mask.sum())
         self.cta.live -= lanes
         self.exited |= np.ones(self.lanes, bool) if group.mask is None else group.mask
+        self.some_exited = True
         self.cta.cluster.version += 1
         self.lanes_left(lanes)
 

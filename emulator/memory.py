@@ -185,17 +185,17 @@ class GlobalMemory:
         region.stored |= write
         start = strided.base - region.base
         axes = ((*strided.shape, strided.itemsize), (*strided.strides, 1))
-        if region.valid is not None and not as_strided(region.valid[start:], *axes).all():
-            report("out of bounds", f"bytes between the elements of {region.names} are touched")
+        if region.valid is not None:
+            flags = np.ndarray(axes[0], bool, region.valid, start, axes[1])
+            if not flags.all():
+                report("out of bounds", f"bytes between the elements of {region.names} are touched")
         if region.written is not None:
-            flags = as_strided(region.written[start:], *axes)
+            flags = np.ndarray(axes[0], bool, region.written, start, axes[1])
             if write:
                 flags[...] = True
             elif not flags.all():
                 report("uninitialised read", f"{region.names} is read before it is written")
-        return as_strided(region.data[start:].view(np.uint8), axes[0], axes[1]).view(strided.dtype)[
-            ..., 0
-        ]
+        return np.ndarray(strided.shape, strided.dtype, region.data, start, strided.strides)
 
     def access(
         self, addresses: NDArray[np.uint64], size: int, count: int, write: bool, report: Report

@@ -171,13 +171,22 @@ class Products(Run):
 
     def finish(self) -> None:
         a, b, scales = self.columns
-        source = f"{{u*:{' '.join(a)}}}" if self.from_registers else f"({', '.join(a)},)"
+        source = f"{{u*:{' '.join(a)}}}" if self.from_registers else _rows(a)
         letter = {"s32": "i", "f16": "u"}.get(self.arguments.split("'")[1], "f")
         acc = f"{{{letter}*:{' '.join(self.accumulator)}}}"
         self.lines = [
-            f"wgmma({acc}, {source}, ({', '.join(b)},), ({', '.join(scales)},), {self.sites}, "
-            f"{self.arguments})"
+            f"wgmma({acc}, {source}, {_rows(b)}, {_rows(scales)}, {self.sites}, "
+            f"{self.from_registers}, {self.arguments})"
         ]
+
+
+def _rows(texts: list[str]) -> str:
+    """Registers '{U:r1}', '{U:r2}' as rows '{U*:r1 r2}'; other operands as a tuple."""
+    found = [re.fullmatch(r"\{(\w):([^}]*)\}", text) for text in texts]
+    if all(found):
+        letter = texts[0][1]
+        return f"{{{letter}*:{' '.join(f[2] for f in found if f)}}}"
+    return f"({', '.join(texts)},)"
 
 
 @dataclass(slots=True)

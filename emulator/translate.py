@@ -53,9 +53,15 @@ class Program:
         self.blocks = [BlockCode() for _ in kernel.blocks]
         self.falls = [b.index + 1 for b in kernel.blocks]
         self.static = np.zeros((len(kernel.blocks), len(CLASSES)), np.int64)
+        named = Counter(
+            name
+            for ins in kernel.instructions
+            for name in re.findall(r"[%$\w.]+", repr((ins.operands, ins.predicate)))
+        )
+        unread = {register for register in kernel.registers if named[register] == 1}
         for block in kernel.blocks:
             steps = self.blocks[block.index].steps
-            emit = Emitter(kernel, _HANDLERS, steps, block.index + 1)
+            emit = Emitter(kernel, _HANDLERS, unread, steps, block.index + 1)
             for instruction in block.instructions:
                 emit.instruction(instruction)
                 self._classify(block.index, instruction)
