@@ -127,10 +127,13 @@ class Instructions(Copies):
         return tuple(self._at(value, 0) for value in values)
 
     def _check_wgmma(
-        self, used: list[tensor_core.Operand], plans: Callable[[slice], list], sites: tuple
+        self,
+        used: list[tensor_core.Operand],
+        plans: Callable[[slice], list],
+        sites: tuple[int, ...],
     ) -> None:
         acc, source = self._operand_bits(sites)
-        written = self.hot_acc | (acc if len(sites) > 1 else 0)
+        written = self.hot_acc | (acc if sites[1:] else 0)
         if self.dirty & (acc | source) or written & source or self.hot_src & acc:
             for site in sites:
                 self._check_wgmma_registers(site)
