@@ -10,6 +10,7 @@ starts, and then it is a deadlock.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -463,16 +464,11 @@ class Unit(Instructions):
     def _function(self, pc: int, masked: bool) -> FunctionType:
         program, space = self.program, self.space
         code = program.code(pc, masked, self.check, self.machine.trace)
-        names = program.names
-        if len(names) > self._known or program.constants:
-            for name in list(names)[self._known :]:
-                letter, rows = names[name]
-                space[name] = self.views[letter][rows]
-            self._known = len(names)
-            space.update(program.constants)
-        exec(code, space)
-        function = space["block"]
-        assert isinstance(function, FunctionType)
+        for name, value in itertools.islice(program.names.items(), self._known, None):
+            letter, rows = value if isinstance(value, tuple) else ("", value)
+            space[name] = self.views[letter][rows] if letter else rows
+        self._known = len(program.names)
+        function = FunctionType(code, space)
         (self.masked if masked else self.full)[pc] = function
         return function
 

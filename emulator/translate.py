@@ -44,8 +44,9 @@ class Program:
         self.kernel = kernel
         self.rows: dict[str, int] = {}
         self.size = {"P": 0, "H": 0, "R": 0, "D": 0}
-        self.names: dict[str, tuple[str, int | slice]] = {}  # view name -> (letter, rows)
-        self.constants: dict[str, np.ndarray] = {}
+        # What the code calls rows (letter and which) and constants.
+        self.names: dict[str, tuple[str, int | slice] | np.ndarray] = {}
+        self._constants: dict[tuple, str] = {}
         self.tracked: dict[str, int] = {}  # registers of wgmma operands -> bit
         # Of a run of operations by its first site: what each one reads, writes, and its site.
         self.touches: dict[int, list[tuple[int, int, int]]] = {}
@@ -153,19 +154,18 @@ class Program:
         return f"{base}_all[{self.constant(np.array(rows))}]{tail}", False
 
     def constant(self, value: np.ndarray) -> str:
-        for name, known in self.constants.items():
-            if known.dtype == value.dtype and np.array_equal(known, value):
-                return name
-        name = f"k{len(self.constants)}"
-        self.constants[name] = value
+        key = (value.dtype, value.shape, value.tobytes())
+        name = self._constants.setdefault(key, f"k{len(self._constants)}")
+        self.names[name] = value
         return name
 
     def code(self, pc: int, masked: bool, check: bool, trace: bool = False) -> CodeType:
-        """Compiled source of one block, defining `block(m)`."""
+        """The code of one block as a function of the mask `m`."""
         key = (pc, masked, check, trace)
         if key not in self._code:
             source = self.source(pc, masked, check, trace)
-            self._code[key] = compile(source, f"<{self.kernel.name[:40]} block {pc}>", "exec")
+            module = compile(source, f"<{self.kernel.name[:40]} block {pc}>", "exec")
+            (self._code[key],) = (c for c in module.co_consts if isinstance(c, CodeType))
         return self._code[key]
 
     def source(self, pc: int, masked: bool, check: bool, trace: bool = False) -> str:
