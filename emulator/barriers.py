@@ -127,15 +127,10 @@ class Barriers(Accesses):
 
     def _split_by_barrier(self, barrier: NDArray, m: Mask) -> bool:
         """Warps of one group name different barriers: each becomes a group that waits alone."""
-        from .machine import Group
-
         group, active = self.group, self._everyone if m is None else m
         self.groups.remove(group)
         for one in np.unique(barrier[active]):
-            mask = (barrier == one) & active
-            part = Group(
-                group.pc, mask, tuple(np.flatnonzero(mask.reshape(-1, 32).any(1)).tolist())
-            )
+            part = self.part(group.pc, (barrier == one) & active)
             part.ticket = "alone"
             self.groups.append(part)
         return self._stalled(lambda: True, lambda: "")

@@ -69,6 +69,7 @@ class Lanes:
     lane_warp: NDArray[np.intp]
     lane_id: NDArray[np.uint32]
     all_warps: tuple[int, ...]
+    part: Callable[..., Group]
 
     def setup(self) -> None:
         """Once, when the unit is made."""
@@ -125,17 +126,23 @@ class Lanes:
     def trap(self, m: Mask, site: int) -> None:
         self.report("trap", "the kernel executes trap", site, fatal=True)
 
+    def words(self, mask: NDArray[np.bool_]) -> list[int]:
+        """A mask, 32 lanes of a warp to a word."""
+        bits = int.from_bytes(np.packbits(mask, bitorder="little").tobytes(), "little")
+        return [bits >> 32 * w & FULL for w in range(self.warp_count)]
+
+    def _words(self, m: Mask) -> list[int]:
+        if m is None or m is self.group.mask:
+            return self.group.words
+        return self.words(m)
+
     def _lane_bits(self, m: Mask, warp: int) -> int:
-        if m is None:
-            return FULL
-        return int.from_bytes(
-            np.packbits(m[32 * warp : 32 * warp + 32], bitorder="little"), "little"
-        )
+        return FULL if m is None else self._words(m)[warp]
 
     def _warps(self, m: Mask) -> tuple[int, ...]:
         if m is None or m is self.group.mask:
             return self.group.warps
-        return tuple(m.reshape(-1, 32).any(1).nonzero()[0].tolist())
+        return tuple(w for w, word in enumerate(self.words(m)) if word)
 
     def _spans(self, warps: tuple[int, ...]) -> list[slice]:
         """Warps of this unit as runs of warps of the cluster."""
@@ -147,7 +154,8 @@ class Lanes:
     def _release(self, m: Mask, into: Clock | None) -> Clock | None:
         for span in self._spans(self._warps(m)):
             warps = range(span.start - self.warp0, span.stop - self.warp0)
-            lanes = [self._lane_bits(m, w) | self._gone(w) for w in warps]
+            words = self._words(m)
+            lanes = [words[w] | self._gone(w) for w in warps]
             into = self.clocks.release(span, lanes, into)
         return into
 
@@ -234,6 +242,10 @@ class Lanes:
         if m is None and members.__class__ is int and members & FULL == FULL:
             return True
         active = self._everyone if m is None else m
+        if members.__class__ is int and members & FULL == FULL:
+            words = self._words(m)
+            if all(words[w] | self._gone(w) == FULL for w in self._warps(m)):
+                return True
         bits = (np.asarray(members).astype(np.int64) & FULL) >> self.lane_id & 1
         if (active & (bits == 0)).any():
             self.report(

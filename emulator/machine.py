@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType, SimpleNamespace
@@ -50,7 +51,8 @@ class Group:
 
     pc: int
     mask: NDArray[np.bool_] | None
-    warps: tuple[int, ...]  # within the unit
+    words: list[int]  # the mask, 32 lanes of a warp to a word
+    warps: tuple[int, ...]  # that have lanes in it, within the unit
     wait: Wait | None = None
     ticket: object = None  # arrival at a barrier that the group waits for
     spun: tuple[int, int] = (-1, -1)  # (program counter, version) of a wait that failed
@@ -384,11 +386,12 @@ class Unit(Instructions):
         self.lane_id = np.arange(lanes, dtype=np.uint32) % 32
         self.all_warps = tuple(range(self.warp_count))
         self.groups: list[Group] = []
-        self.group = Group(0, None, self.all_warps)
+        self.everyone = self.words(np.ones(lanes, bool))
+        self.group = self.part(0, None)
         self.wait: Wait | None = None
         blocks = len(self.program.blocks)
         self.full_counts = [0] * blocks
-        self.masked_counts = np.zeros((blocks, self.warp_count), np.int64)
+        self.masked_counts: Counter[tuple[int, tuple[int, ...]]] = Counter()
         self.full: list[FunctionType | None] = [None] * blocks
         self.masked: list[FunctionType | None] = [None] * blocks
         self._registers()
@@ -445,7 +448,7 @@ class Unit(Instructions):
 
     def start(self, registers: int) -> None:
         """A new CTA begins: all lanes at the entry."""
-        self.groups = [Group(0, None, self.all_warps)]
+        self.groups = [self.part(0, None)]
         index, cluster = self.cta.index, self.machine.launch.cluster
         for axis, a in enumerate("xyz"):
             self.space[f"ctaid_{a}"] = index[axis]
@@ -456,8 +459,10 @@ class Unit(Instructions):
 
     def block_counts(self) -> NDArray[np.int64]:
         """Executions [warps, blocks] so far."""
-        full = np.array(self.full_counts, np.int64)
-        return full[None, :] + self.masked_counts.T
+        counts = np.tile(np.array(self.full_counts, np.int64), (self.warp_count, 1))
+        for (pc, warps), count in self.masked_counts.items():
+            counts[list(warps), pc] += count
+        return counts
 
     # Running -------------------------------------------------------------------------------------
 
@@ -514,18 +519,15 @@ class Unit(Instructions):
 
     def _merge(self, a: Group, b: Group) -> None:
         assert a.mask is not None and b.mask is not None
-        a.mask = a.mask | b.mask
-        if a.mask.all():
-            a.mask = None
-        a.warps = self.active_warps(a.mask)
+        a.words = [x | y for x, y in zip(a.words, b.words, strict=True)]
+        a.mask = None if a.words == self.everyone else a.mask | b.mask
+        a.warps = tuple(w for w, word in enumerate(a.words) if word)
         a.wait, a.spun = None, (-1, -1)
 
-    def active_warps(self, mask: NDArray[np.bool_] | None) -> tuple[int, ...]:
-        if mask is None:
-            return self.all_warps
-        if self.lanes == 128:
-            return tuple(np.flatnonzero(mask.reshape(4, 32).any(1)).tolist())
-        return tuple(sorted(set((np.flatnonzero(mask) // 32).tolist())))
+    def part(self, pc: int, mask: NDArray[np.bool_] | None) -> Group:
+        """A group of the lanes of a mask."""
+        words = self.everyone if mask is None else self.words(mask)
+        return Group(pc, mask, words, tuple(w for w, word in enumerate(words) if word))
 
     def _advance(self, group: Group, budget: int) -> int:
         """Runs one group until it stalls, splits, exits, meets another or spends the budget."""
@@ -535,7 +537,7 @@ class Unit(Instructions):
         functions = self.masked if masked else self.full
         full_counts, masked_counts = self.full_counts, self.masked_counts
         others = min((g.pc for g in self.groups if g is not group), default=1 << 30)
-        warps = list(group.warps)
+        warps = group.warps
         while budget > 0:
             function = functions[pc] or self._function(pc, masked)
             group.pc = pc
@@ -565,16 +567,15 @@ class Unit(Instructions):
         taken, taken_mask, fall, fall_mask = result
         self.groups.remove(group)
         for pc, mask in ((taken, taken_mask), (fall, fall_mask)):
-            part = Group(pc, mask, self.active_warps(mask))
             if pc < 0:
-                self._exit(part)
+                self._exit(self.part(pc, mask))
             else:
-                self.groups.append(part)
+                self.groups.append(self.part(pc, mask))
 
     def _exit(self, group: Group) -> None:
         if group in self.groups:
             self.groups.remove(group)
-        lanes = self.lanes if group.mask is None else int(group.mask.sum())
+        lanes = sum(word.bit_count() for word in group.words)
         self.cta.live -= lanes
         self.exited |= np.ones(self.lanes, bool) if group.mask is None else group.mask
         self.some_exited = True
