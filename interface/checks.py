@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.tiles import FORWARD
+from ..kernels.tiles import FORWARD, HEAD_DIMS
 from .arch import ARCH_OF_CAPABILITY
 
 LAYOUTS = {
@@ -23,6 +23,7 @@ LAYOUTS = {
 }
 DTYPES = (torch.float16, torch.bfloat16)
 ALIGN_BYTES = 16  # what the TMA unit asks of a base address and of strides
+HEAD_DIM_NEEDED = f"a multiple of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,6 @@ def arch_of(device: torch.device) -> str | None:
 def arches() -> tuple[str, ...]:
     """SM versions there are kernels for."""
     return tuple(sorted({row.arch for row in FORWARD}))
-
-
-def head_dims(arch: str | None) -> tuple[tuple[int, int], ...]:
-    """(head_dim, head_dim_v) there is a forward kernel for on that SM version; on any, if None."""
-    rows = {(row.head_dim, row.head_dim_v) for row in FORWARD if arch in (None, row.arch)}
-    return tuple(sorted(rows))
 
 
 # ---- tensors of one call -------------------------------------------------------------------------
@@ -92,7 +87,7 @@ def forward(
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = out if out is None or out.ndim != 4 else out.transpose(1, 2)
     yield from _shapes(q.shape, k.shape, v.shape, layout)
-    yield from _head_dims(q, v, emulated or arch_of(q.device))
+    yield from _head_dims(q.shape[3], v.shape[3])
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         yield from _memory(name, tensor)
     yield from _scale(scale)
@@ -236,23 +231,24 @@ def _shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int], layout: str) -
         )
 
 
-def _head_dims(q: torch.Tensor, v: torch.Tensor, arch: str | None) -> Iterator[Problem]:
-    got = (q.shape[3], v.shape[3])
-    there = head_dims(arch)
-    if got in there:
-        return
-    if got[0] != got[1] and got[0] in {head_dim for head_dim, _ in there}:
+def _head_dims(head_dim: int, head_dim_v: int) -> Iterator[Problem]:
+    """Those of q and k, and that of v: each one for itself, any two go together."""
+    tensors = (
+        ("q and k", "have", head_dim, f"pass scale=1/sqrt({head_dim})"),
+        ("v", "has", head_dim_v, f"cut the output to its first {head_dim_v} columns"),
+    )
+    for names, have, got, then in tensors:
+        if got in HEAD_DIMS:
+            continue
+        above = [there for there in HEAD_DIMS if there > got > 0]
         yield Problem(
             NotImplementedError,
-            f"v has head_dim {got[1]} and q has head_dim {got[0]}; needs the same; "
-            "pad the narrower ones with zeros",
-        )
-    else:
-        yield Problem(
-            NotImplementedError,
-            f"head_dim is {got[0]}; needs one of {_listed([head_dim for head_dim, _ in there])}; "
-            "pad q, k and v with zeros up to the next one, and pass scale=1/sqrt(head_dim) of the "
-            "unpadded head_dim",
+            f"{names} {have} head_dim {got}; needs {HEAD_DIM_NEEDED}; "
+            + (
+                f"pad {names} with zeros up to {above[0]}, and {then}"
+                if above
+                else "use torch.nn.functional.scaled_dot_product_attention for it"
+            ),
         )
 
 
@@ -381,6 +377,22 @@ def arch(got: str | None) -> str:
             "pass it as arch or in HOPWELL_ARCH"
         )
     return got
+
+
+def head_dims(got: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return head dims given one by one as pairs (head_dim, head_dim_v).
+
+    Raises:
+        ValueError: there are no kernels for one of them.
+    """
+    pairs = [tuple(one) if isinstance(one, (tuple, list)) else (one, one) for one in got]
+    for one, pair in zip(got, pairs, strict=True):
+        if len(pair) != 2 or not all(head_dim in HEAD_DIMS for head_dim in pair):
+            raise ValueError(
+                f"head_dims has {one!r}; needs {HEAD_DIM_NEEDED}, or a pair of those for q and k "
+                "and for v; pass for example 64 or (192, 128)"
+            )
+    return [(head_dim, head_dim_v) for head_dim, head_dim_v in pairs]
 
 
 def export_folder(folder: Path) -> None:

@@ -26,12 +26,39 @@ def demo() -> None:
     sys.exit(0 if run() else 1)
 
 
+def _head_dims(
+    context: click.Context, parameter: click.Parameter, text: str | None
+) -> list[Any] | None:
+    """64,192/128 as [64, (192, 128)]; what is no number is left to the checks."""
+    if text is None:
+        return None
+    pairs = [
+        tuple(int(n) if n.isdecimal() else n for n in part.split("/")) for part in text.split(",")
+    ]
+    return [pair[0] if len(pair) == 1 else pair for pair in pairs]
+
+
+_head_dims_option = click.option(
+    "--head-dims", callback=_head_dims, help="Of q and k, or of q and k / of v: 64,80,192/128."
+)
+
+
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def info(as_json: bool) -> None:
+@click.option("--kernels", is_flag=True, help="Registers and memory of each kernel instead.")
+@_head_dims_option
+def info(as_json: bool, kernels: bool, head_dims: list[Any] | None) -> None:
     """Print versions, GPUs, kernels, cache and environment: what a bug report needs."""
-    from .info import collect
+    from . import checks
+    from .info import collect, resources
 
+    if kernels:
+        try:
+            used = resources(checks.arches()[0], head_dims or ())
+        except (ValueError, OSError) as problem:
+            raise click.ClickException(str(problem)) from problem
+        click.echo(json.dumps(used, indent=1) if as_json else _table(used))
+        return
     found = collect()
     if as_json:
         click.echo(json.dumps(found, indent=1))
@@ -40,6 +67,12 @@ def info(as_json: bool) -> None:
         click.echo(f"{part}:")
         for line in _lines(value):
             click.echo(f"  {line}")
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """One line a row, columns as wide as their names."""
+    lines = [[str(row[name]).rjust(len(name)) for name in row] for row in rows]
+    return "\n".join("  ".join(line) for line in [list(rows[0]), *lines])
 
 
 def _lines(value: Any) -> list[str]:
@@ -53,13 +86,18 @@ def _lines(value: Any) -> list[str]:
 @main.command("compile")
 @click.option("--arch", default=None, help="SM versions, separated by commas: sm_90a.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder; the cache if left out.")
-def compile_(arch: str | None, out: Path | None) -> None:
-    """Compile every kernel ahead of time; needs no GPU."""
+@_head_dims_option
+def compile_(arch: str | None, out: Path | None, head_dims: list[Any] | None) -> None:
+    """Compile kernels ahead of time, for common head dims unless told; needs no GPU."""
     from . import functions
 
     try:
-        entries = functions.compile(arch.split(",") if arch else None, out=out)
-    except (NotImplementedError, OSError) as problem:
+        entries = functions.compile(
+            arch.split(",") if arch else None,
+            out=out,
+            head_dims=head_dims or functions.COMMON_HEAD_DIMS,
+        )
+    except (NotImplementedError, ValueError, OSError) as problem:
         raise click.ClickException(str(problem)) from problem
     for entry in entries:
         click.echo(_said(entry))

@@ -4,6 +4,9 @@ A cubin is a little-endian ELF64 file. Its `.nv.info` section is a list of attri
 {u8 format; u8 attribute; u16 size or value} and, for format 4, `size` bytes of payload; for the two
 attributes read here the payload is {u32 symbol index, u32 value}. Found by comparing with
 `ptxas -v`; the tests compare them again.
+
+The code of a kernel is in `.text.NAME`, 16 bytes an instruction, whose lowest 12 bits say which
+(sm_70 to sm_90; found by comparing with nvdisasm).
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from dataclasses import dataclass
 _REGISTERS, _STACK = 0x2F, 0x11  # attribute numbers in .nv.info
 _SIZED = 4  # attribute format: a payload follows
 _SYMTAB = 2  # section type
+_INSTRUCTION_BYTES = 16
+_LDL, _STL = 0x983, 0x387  # loads and stores of local memory
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class Usage:
 
     registers: int
     local_bytes: int  # stack frame: register spills live there, so 0 means no spill
+    local_instructions: int  # that load or store local memory
 
 
 def usage(cubin: bytes) -> dict[str, Usage]:
@@ -52,12 +58,17 @@ def usage(cubin: bytes) -> dict[str, Usage]:
 
     symbols: list[str] = []
     info = b""
+    local: dict[str, int] = {}
     for name, kind, _, _, offset, size, link, _, _, stride in headers:
         if kind == _SYMTAB:
             starts = range(offset, offset + size, stride)
             symbols = [text(link, struct.unpack_from("<I", cubin, at)[0]) for at in starts]
-        elif text(names_index, name) == ".nv.info":
-            info = cubin[offset : offset + size]
+            continue
+        section, content = text(names_index, name), cubin[offset : offset + size]
+        if section == ".nv.info":
+            info = content
+        elif section.startswith(".text."):
+            local[section.removeprefix(".text.")] = _local_instructions(content)
 
     found: dict[int, dict[str, int]] = {_REGISTERS: {}, _STACK: {}}
     at = 0
@@ -71,6 +82,13 @@ def usage(cubin: bytes) -> dict[str, Usage]:
             found[attribute][symbols[symbol]] = value
         at += size
     return {
-        kernel: Usage(registers, found[_STACK].get(kernel, 0))
+        kernel: Usage(registers, found[_STACK].get(kernel, 0), local[kernel])
         for kernel, registers in found[_REGISTERS].items()
     }
+
+
+def _local_instructions(code: bytes) -> int:
+    words = (
+        struct.unpack_from("<H", code, at)[0] for at in range(0, len(code), _INSTRUCTION_BYTES)
+    )
+    return sum(word & 0xFFF in (_LDL, _STL) for word in words)

@@ -36,22 +36,27 @@ class Case:
     head_dim: int
     dtype: torch.dtype
     causal: bool
+    head_dim_v: int | None = None  # None: head_dim
+    scale: float | None = None  # None: 1/sqrt(head_dim)
 
     def inputs(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Normal q, k and v, (batch, len, heads, head_dim), alike on every device."""
         random = torch.Generator().manual_seed(0)
         shapes = (
             (self.batch, self.len_q, self.heads, self.head_dim),
-            *2 * [(self.batch, self.len_kv, self.heads_kv, self.head_dim)],
+            (self.batch, self.len_kv, self.heads_kv, self.head_dim),
+            (self.batch, self.len_kv, self.heads_kv, self.head_dim_v or self.head_dim),
         )
         q, k, v = (torch.randn(shape, generator=random).to(device, self.dtype) for shape in shapes)
         return q, k, v
 
     def __str__(self) -> str:
         dtype = "bf16" if self.dtype == torch.bfloat16 else "fp16"
+        head_dims = f"{self.head_dim}/{self.head_dim_v}" if self.head_dim_v else self.head_dim
+        scale = "" if self.scale is None else f" scale {self.scale}"
         return (
             f"{self.batch} x {self.len_q} x {self.len_kv}  {self.heads}/{self.heads_kv} x "
-            f"{self.head_dim}  {dtype} {'causal' if self.causal else 'full'}"
+            f"{head_dims}  {dtype} {'causal' if self.causal else 'full'}{scale}"
         )
 
 
@@ -61,6 +66,7 @@ CASES = (
     Case(2, 333, 777, 4, 2, 64, torch.float16, causal=True),  # GQA, ragged
     Case(1, 1000, 61, 2, 1, 64, torch.bfloat16, causal=False),  # MQA, less than a tile of keys
     Case(1, 300, 200, 1, 1, 128, torch.float16, causal=True),  # 100 rows with nothing to attend
+    Case(1, 300, 300, 1, 1, 192, torch.bfloat16, causal=True, head_dim_v=128),
 )
 GPU_CASES = (
     Case(4, 4096, 4096, 16, 16, 128, torch.bfloat16, causal=False),
@@ -109,7 +115,7 @@ def measure(
     q, k, v = (tensor.double().transpose(1, 2) for tensor in inputs)
     group = case.heads // case.heads_kv
     k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = q @ k.mT / math.sqrt(case.head_dim)
+    scores = q @ k.mT * (1 / math.sqrt(case.head_dim) if case.scale is None else case.scale)
     if case.causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         scores.masked_fill_(~seen.tril(case.len_kv - case.len_q), -math.inf)
@@ -138,7 +144,8 @@ def _on_emulator(console: Console) -> bool:
         inputs = case.inputs("cpu")
         try:
             with console.status(str(case)), emulate(arch, counters=True) as emulation:
-                warmup(dtypes=[case.dtype], head_dims=[case.head_dim], causal=[case.causal])
+                dims = (case.head_dim, case.head_dim_v or case.head_dim)
+                warmup(dtypes=[case.dtype], head_dims=[dims], causal=[case.causal])
                 start = time.perf_counter()
                 out, lse = forward(*inputs, causal=case.causal)
                 seconds = time.perf_counter() - start

@@ -26,6 +26,9 @@ from .emulate import active
 
 Layout = Literal["bshd", "bhsd"]
 _DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+HeadDims = Sequence[int | tuple[int, int]]  # of q, k and v alike; or of q and k, and of v
+# Those that most models have: what is compiled ahead of time unless others are named.
+COMMON_HEAD_DIMS: HeadDims = (64, 96, 128, 192, 256, (192, 128))
 _PLANS_KEPT = 4096  # a server meets thousands of lengths; a plan takes about 1 kB
 
 
@@ -101,15 +104,17 @@ def attention(
     Args:
         q: (batch, len_q, heads, head_dim), fp16 or bf16. Strides are free but for the last, which
             is 1; addresses and strides are multiples of 16 bytes.
+            Head dims are multiples of 8 from 8 to 256.
         k, v: (batch, len_kv, heads_kv, head_dim); heads is a multiple of heads_kv, and query head
-            h attends with key head h // (heads // heads_kv).
+            h attends with key head h // (heads // heads_kv). v may have a head_dim of its own.
         scale: of the products; None is 1/sqrt(head_dim).
         causal: query i sees keys up to i + len_kv - len_q, so that the last query sees every key.
         return_lse: also return the log-sum-exp of each row.
         layout: "bshd" as above, or "bhsd" with len and heads exchanged.
 
     Returns:
-        out, of q's shape and dtype, contiguous; with return_lse (out, lse) as from `forward`.
+        out, of q's shape but for v's head_dim, of its dtype, contiguous; with return_lse
+        (out, lse) as from `forward`.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `forward`.
@@ -133,7 +138,7 @@ def forward(
 
     Args:
         q, k, v, scale, causal, layout: as for `attention`.
-        out: buffer of q's shape and dtype; must not overlap q, k or v.
+        out: buffer of q's dtype, and shape but for v's head_dim; must not overlap q, k or v.
         lse: contiguous fp32 buffer, (batch, heads, len_q) in either layout.
 
     Returns:
@@ -217,7 +222,7 @@ def compile(
     *,
     out: str | os.PathLike[str] | None = None,
     dtypes: Sequence[torch.dtype] = checks.DTYPES,
-    head_dims: Sequence[int] | None = None,
+    head_dims: HeadDims = COMMON_HEAD_DIMS,
     causal: Sequence[bool] = (False, True),
 ) -> list[Entry]:
     """Compile kernels ahead of time into the cache; needs no GPU and loads nothing.
@@ -225,13 +230,15 @@ def compile(
     Args:
         arch: SM version or versions; by default HOPWELL_ARCH, else the GPU's, else "sm_90a".
         out: folder to write to in place of the cache; `load` it where the kernels shall run.
-        dtypes, head_dims, causal: which variants; by default every one.
+        dtypes, head_dims, causal: which variants; by default every one with a common head_dim.
+            A head_dim is one for q, k and v, or a pair (of q and k, of v).
 
     Returns:
         The kernels, compiled now or found there, with their folders and facts.
 
     Raises:
         NotImplementedError: no kernels for that SM version.
+        ValueError: no kernels for a head_dim.
         OSError: the folder cannot be written.
     """
     arches = [arch] if isinstance(arch, str) else arch or [_arch(None)]
@@ -247,30 +254,36 @@ def warmup(
     arch: str | None = None,
     *,
     dtypes: Sequence[torch.dtype] = checks.DTYPES,
-    head_dims: Sequence[int] | None = None,
+    head_dims: HeadDims = COMMON_HEAD_DIMS,
     causal: Sequence[bool] = (False, True),
 ) -> int:
     """Have kernels compiled and loaded in this process, so that no later call waits for it.
 
     Args:
         arch: SM version; by default HOPWELL_ARCH, else the GPU's, else "sm_90a".
-        dtypes, head_dims, causal: which variants, by default every one; those for a negative scale
-            are left to their first call.
+        dtypes, head_dims, causal: which variants, as for `compile`; those for a negative scale are
+            left to their first call.
 
     Returns:
         How many kernels are ready.
 
     Raises:
         NotImplementedError: no kernels for that SM version.
+        ValueError: no kernels for a head_dim.
     """
     specs = _variants(checks.arch(arch or _arch(None)), dtypes, head_dims, causal, (False,))
     emulated = active() is not None
     return len([compiling.launcher(spec, emulated=emulated) for spec in specs])
 
 
-def export(folder: str | os.PathLike[str], arch: str | Sequence[str] | None = None) -> list[Entry]:
-    """`compile` every variant for `arch` into `folder`, to be `load`ed on another machine."""
-    return compile(arch, out=folder)
+def export(
+    folder: str | os.PathLike[str],
+    arch: str | Sequence[str] | None = None,
+    *,
+    head_dims: HeadDims = COMMON_HEAD_DIMS,
+) -> list[Entry]:
+    """`compile` the variants of `head_dims` into `folder`, to be `load`ed on another machine."""
+    return compile(arch, out=folder, head_dims=head_dims)
 
 
 def load(folder: str | os.PathLike[str]) -> int:
@@ -376,11 +389,11 @@ def forward_spec(arch: str, facts: ForwardFacts) -> compiling.Spec:
 def _variants(
     arch: str,
     dtypes: Sequence[torch.dtype],
-    head_dims: Sequence[int] | None,
+    head_dims: HeadDims,
     causal: Sequence[bool],
     negative_scale: Sequence[bool],
 ) -> list[compiling.Spec]:
-    shapes = [dims for dims in checks.head_dims(arch) if head_dims is None or dims[0] in head_dims]
+    shapes = checks.head_dims(head_dims)
     return [
         forward_spec(arch, ForwardFacts(_DTYPE_NAMES[dtype], *dims, masked, negative))
         for dtype, dims, masked, negative in product(dtypes, shapes, causal, negative_scale)

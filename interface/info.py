@@ -1,11 +1,15 @@
-"""What `python -m hopwell info` says: versions, GPUs, kernels, cache, environment. Never raises."""
+"""What `python -m hopwell info` says: versions, GPUs, kernels, cache, environment.
+
+`collect` never raises; `resources`, for `info --kernels`, compiles and may.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 import hopwell
@@ -80,10 +84,51 @@ def _kernels() -> list[dict[str, Any]]:
             "forward": True,
             "backward": False,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in checks.DTYPES],
-            "head_dims": [head_dim for head_dim, _ in checks.head_dims(arch)],
+            "head_dims": f"{checks.HEAD_DIM_NEEDED}; v may have another",
         }
         for arch in checks.arches()
     ]
+
+
+def resources(arch: str, head_dims: Sequence[Any]) -> list[dict[str, Any]]:
+    """What the bf16 forward kernels take of an SM; compiles those that the cache lacks.
+
+    Args:
+        arch: SM version.
+        head_dims: as for `compile`; if empty, the largest that each row of the tile table serves.
+    """
+    from ..kernels import ForwardFacts
+    from ..kernels.tiles import FORWARD, forward_tiles
+    from . import checks, env
+    from . import compile as compiling
+    from .cache import Store
+    from .functions import forward_spec
+
+    rows = [(row.head_dim, row.head_dim_v) for row in FORWARD if row.arch == arch]
+    store, found = Store(env.cache_dir()), []
+    for dims, causal in product(checks.head_dims(head_dims or rows), (False, True)):
+        spec = forward_spec(arch, ForwardFacts("bfloat16", *dims, causal))
+        (used,) = compiling.save(spec, store).facts["resources"].values()
+        tiles = forward_tiles(arch, *dims)
+        found.append(
+            {
+                "head_dim": tiles.head_dim,
+                "head_dim_v": tiles.head_dim_v,
+                "causal": causal,
+                "tile_q": tiles.tile_q,
+                "tile_kv": tiles.tile_kv,
+                "stages_k": tiles.stages_k,
+                "stages_v": tiles.stages_v,
+                "smem_bytes": tiles.smem_bytes,
+                "threads": tiles.threads,
+                "registers_entry": used["registers"],
+                "registers_load": tiles.registers_load,
+                "registers_consume": tiles.registers_consume,
+                "local_bytes": used["local_bytes"],
+                "local_instructions": used["local_instructions"],
+            }
+        )
+    return found
 
 
 def _cache() -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Tile configurations: one table per SM, keyed by named fields, with the reason beside each row.
 
-A row is checked when it is made: shared memory, the register file, and the shapes that the tensor
-cores take. Nothing here imports the compiler, so tables can be read and printed anywhere.
+A row serves every pair of head dims up to its own; what a smaller pair needs is part of what its
+row has. A row is checked when it is made: shared memory, the register file, and the shapes that the
+tensor cores take. Nothing here imports the compiler, so tables can be read and printed anywhere.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..layouts.hardware import (
     REGISTERS_PER_THREAD,
@@ -16,6 +17,7 @@ from ..layouts.hardware import (
     registers_at_entry,
 )
 
+HEAD_DIMS = range(8, 257, 8)  # 16 bytes are what TMA's strides count in; 256, what registers hold
 ELEMENT_BYTES = 2  # fp16 and bf16
 BARRIER_BYTES = SWIZZLE_BYTES  # mbarriers, and the gap up to the first swizzled buffer
 
@@ -55,9 +57,11 @@ class Tiles:
         if self.arch not in SMEM_BYTES:
             raise ValueError(f"arch={self.arch!r}: needs one of {sorted(SMEM_BYTES)}")
         for name in ("head_dim", "head_dim_v"):
-            value = getattr(self, name)
-            if value % 8 or not 8 <= value <= 256:
-                raise ValueError(f"{name}={value}: needs a multiple of 8 from 8 to 256")
+            if getattr(self, name) not in HEAD_DIMS:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: needs a multiple of {HEAD_DIMS.step} "
+                    f"from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+                )
         if self.tile_kv % WGMMA_DEPTH or not WGMMA_DEPTH <= self.tile_kv <= 256:
             raise ValueError(f"tile_kv={self.tile_kv}: needs a multiple of {WGMMA_DEPTH} up to 256")
         if self.consumer_warpgroups not in (1, 2, 3):
@@ -127,6 +131,8 @@ class Tiles:
         return WARPGROUP_THREADS * (self.registers_load + consume)
 
 
+# Head dims of a row are the largest that it serves. S, P and O take tile_kv / 2 + tile_kv / 4 +
+# head_dim_v / 2 registers of a consumer thread; what is left of its registers holds all the rest.
 FORWARD: tuple[Tiles, ...] = (
     Tiles(
         arch="sm_90a",
@@ -145,6 +151,36 @@ FORWARD: tuple[Tiles, ...] = (
     ),
     Tiles(
         arch="sm_90a",
+        head_dim=96,
+        head_dim_v=96,
+        tile_kv=112,
+        consumer_warpgroups=3,
+        stages_k=2,
+        stages_v=2,
+        registers_load=32,
+        registers_consume=160,
+        ping_pong=True,
+        persistent=True,
+        reason="S, P and O take 132 registers: a third warpgroup fits as at 64; "
+        "at tile_kv 128 it spills 48 to 96 bytes, from head_dim 72 on. 158 KiB",
+    ),
+    Tiles(
+        arch="sm_90a",
+        head_dim=112,
+        head_dim_v=112,
+        tile_kv=128,
+        consumer_warpgroups=2,
+        stages_k=2,
+        stages_v=2,
+        registers_load=40,
+        registers_consume=232,
+        ping_pong=True,
+        persistent=True,
+        reason="as 128 but for the producer: with 24 registers it spills 8 bytes (CUDA 13.4, "
+        "causal), because a tile of 112 columns is seven boxes",
+    ),
+    Tiles(
+        arch="sm_90a",
         head_dim=128,
         head_dim_v=128,
         tile_kv=128,
@@ -157,18 +193,61 @@ FORWARD: tuple[Tiles, ...] = (
         persistent=True,
         reason="193 KiB; S, P and O take 160 registers: a third warpgroup (160 each) would spill",
     ),
+    Tiles(
+        arch="sm_90a",
+        head_dim=192,
+        head_dim_v=128,
+        tile_kv=128,
+        consumer_warpgroups=2,
+        stages_k=2,
+        stages_v=2,
+        registers_load=40,
+        registers_consume=232,
+        ping_pong=True,
+        reason="209 KiB: the tiles of 128 fit, a second slab for O (48 KiB) does not; "
+        "the producer is given what the consumers leave",
+    ),
+    Tiles(
+        arch="sm_90a",
+        head_dim=192,
+        head_dim_v=192,
+        tile_kv=112,
+        consumer_warpgroups=2,
+        stages_k=2,
+        stages_v=2,
+        registers_load=40,
+        registers_consume=232,
+        ping_pong=True,
+        reason="217 KiB, the longest K/V tile of which two stages fit; S, P and O take 180",
+    ),
+    Tiles(
+        arch="sm_90a",
+        head_dim=256,
+        head_dim_v=256,
+        tile_kv=80,
+        consumer_warpgroups=2,
+        stages_k=2,
+        stages_v=2,
+        registers_load=40,
+        registers_consume=232,
+        ping_pong=True,
+        reason="225 KiB, the longest K/V tile of which two stages fit; S, P and O take 188; "
+        "with registers 24 and 240 the producer spills 16 bytes (CUDA 13.4, causal)",
+    ),
 )
 
 
 def forward_tiles(arch: str, head_dim: int, head_dim_v: int) -> Tiles:
-    """The forward row for these head dims.
+    """The smallest forward row that holds these head dims, as the tiles of exactly these.
 
-    Raises LookupError, listing the head dims there are, when the table has no such row.
+    Raises LookupError, listing the rows there are, when none of them does.
     """
-    rows = {(row.head_dim, row.head_dim_v): row for row in FORWARD if row.arch == arch}
-    if (head_dim, head_dim_v) not in rows:
+    rows = [row for row in FORWARD if row.arch == arch]
+    holds = [row for row in rows if row.head_dim >= head_dim and row.head_dim_v >= head_dim_v]
+    if not holds:
         raise LookupError(
             f"no forward tiles for {arch} at head_dim={head_dim}, head_dim_v={head_dim_v}; "
-            f"there are {sorted(rows)}"
+            f"its rows go up to {[(row.head_dim, row.head_dim_v) for row in rows]}"
         )
-    return rows[head_dim, head_dim_v]
+    smallest = min(holds, key=lambda row: row.head_dim + row.head_dim_v)
+    return replace(smallest, head_dim=head_dim, head_dim_v=head_dim_v)

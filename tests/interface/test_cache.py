@@ -231,7 +231,8 @@ def test_clear_removes_entries_and_nothing_else(cache: Store) -> None:
 def test_an_entry_tells_registers_and_local_memory() -> None:
     spec = functions.forward_spec("sm_90a", FACTS)
     (used,) = compiling.save(spec, Store(Path(SHARED))).facts["resources"].values()
-    assert used == {"registers": 128, "local_bytes": 0}  # 512 threads share 64 Ki registers
+    # 512 threads share 64 Ki registers.
+    assert used == {"registers": 128, "local_bytes": 0, "local_instructions": 0}
 
 
 def test_usage_says_what_ptxas_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +246,7 @@ def test_usage_says_what_ptxas_says(tmp_path: Path, capfd: pytest.CaptureFixture
     found = cute.compile(launch_with_a_stack, *args, options=options)
     (used,) = usage(found.artifacts.CUBIN).values()
     said = capfd.readouterr().err
-    assert used.local_bytes > 0
+    assert used.local_bytes > 0 and used.local_instructions > 0
     assert f"{used.local_bytes} bytes stack frame" in said
     assert f"Used {used.registers} registers" in said
 

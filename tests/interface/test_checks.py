@@ -101,18 +101,32 @@ INSIDE_EMULATE: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception]
         "check that the layout is 'bshd', (batch, len, heads, head_dim)",
     ),
     "head_dim of v": (
-        (q, k, make(2, 16, 2, 128)),
+        (q, k, make(2, 16, 2, 84)),
         {},
         NotImplementedError,
-        "v has head_dim 128 and q has head_dim 64; needs the same; "
-        "pad the narrower ones with zeros",
+        "v has head_dim 84; needs a multiple of 8 from 8 to 256; pad v with zeros up to 88, and "
+        "cut the output to its first 84 columns",
     ),
     "head_dim": (
-        (make(2, 8, 4, 80), make(2, 16, 2, 80), make(2, 16, 2, 80)),
+        (make(2, 8, 4, 4), make(2, 16, 2, 4), v),
         {},
         NotImplementedError,
-        "head_dim is 80; needs one of 64, 128; pad q, k and v with zeros up to the next one, and "
-        "pass scale=1/sqrt(head_dim) of the unpadded head_dim",
+        "q and k have head_dim 4; needs a multiple of 8 from 8 to 256; pad q and k with zeros "
+        "up to 8, and pass scale=1/sqrt(4)",
+    ),
+    "head_dim too large": (
+        (make(2, 8, 4, 264), make(2, 16, 2, 264), v),
+        {},
+        NotImplementedError,
+        "q and k have head_dim 264; needs a multiple of 8 from 8 to 256; "
+        "use torch.nn.functional.scaled_dot_product_attention for it",
+    ),
+    "head_dim 0": (
+        (q, k, make(2, 16, 2, 0)),
+        {},
+        NotImplementedError,
+        "v has head_dim 0; needs a multiple of 8 from 8 to 256; "
+        "use torch.nn.functional.scaled_dot_product_attention for it",
     ),
     "last stride": (
         (q, make(2, 16, 64, 2).transpose(2, 3), v),
@@ -323,12 +337,12 @@ def test_gradients_are_refused_in_a_signature_seen_before(emulated: None) -> Non
 
 
 def test_supported_lists_every_reason(emulated: None) -> None:
-    answer = hopwell.supported(q, k.half(), make(2, 16, 2, 64)[..., ::2], scale=math.inf)
+    answer = hopwell.supported(q, k.half(), make(2, 16, 2, 64)[..., 1::3], scale=math.inf)
     assert not answer.ok
     assert [reason.split(";")[0] for reason in answer.reasons] == [
         "q, k and v differ in dtype: q torch.bfloat16, k torch.float16, v torch.bfloat16",
-        "v has head_dim 32 and q has head_dim 64",
-        "v has stride 2 in head_dim",
+        "v has head_dim 21",
+        "v has stride 3 in head_dim",
         "scale is inf",
     ]
 

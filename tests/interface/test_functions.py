@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,6 +55,15 @@ def test_a_warm_call_makes_no_plan(emulation: Emulation, monkeypatch: pytest.Mon
     monkeypatch.setattr(functions, "_make_plan", None)
     again = hopwell.forward(q.clone(), k.clone(), v.clone(), causal=True)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_v_with_another_head_dim_is_another_signature(emulation: Emulation) -> None:
+    for head_dim_v in (64, 8):
+        case = replace(SMALL, head_dim_v=head_dim_v)
+        q, k, v = inputs(case)
+        out, lse = hopwell.forward(q, k, v, causal=True)
+        assert out.shape == (1, 100, 2, head_dim_v) and out.is_contiguous()
+        assert errors(case, out, lse).fine
 
 
 def test_plans_are_forgotten_when_there_are_many(

@@ -1,6 +1,7 @@
 """What importing costs, what the face hands on, and the command line."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,8 +80,33 @@ def test_a_name_that_is_not_there() -> None:
 def test_info_as_json() -> None:
     found = json.loads(command("info", "--json").output)
     assert found["hopwell"] == hopwell.__version__
-    assert found["kernels"][0]["head_dims"] == [64, 128]
+    assert found["kernels"][0]["head_dims"] == "a multiple of 8 from 8 to 256; v may have another"
     assert [variable["name"] for variable in found["environment"]] == [v.name for v in env.TABLE]
+
+
+def test_info_lists_what_kernels_take_of_an_sm() -> None:
+    found = json.loads(command("info", "--kernels", "--json", "--head-dims", "64,8/16").output)
+    assert [(row["head_dim"], row["head_dim_v"], row["causal"]) for row in found] == [
+        (64, 64, False),
+        (64, 64, True),
+        (8, 16, False),
+        (8, 16, True),
+    ]
+    for row in found:
+        entry, load, consume = (row[f"registers_{role}"] for role in ("entry", "load", "consume"))
+        assert load < entry < consume
+        assert row["local_bytes"] == row["local_instructions"] == 0
+    said = command("info", "--kernels", "--head-dims", "64").output.splitlines()
+    assert said[0].split() == list(found[0])
+    assert said[1].split() == [str(value) for value in found[0].values()]
+
+
+@pytest.mark.parametrize("option", ["82", "264", "x", "64/", "64/64/64"])
+def test_head_dims_that_are_none(option: str) -> None:
+    for arguments in (("info", "--kernels"), ("compile",)):
+        run = command(*arguments, "--head-dims", option)
+        assert run.exit_code == 1
+        assert re.match(r"Error: head_dims has .*; needs a multiple of 8 from 8 to 256", run.output)
 
 
 def test_info_prints_every_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
