@@ -12,9 +12,8 @@ from hopwell import emulator
 from hopwell.emulator import loader
 from hopwell.emulator.session import Session
 from hopwell.kernels import ForwardFacts
-from hopwell.kernels.tiles import Tiles
 
-from .built import CAUSAL, COMING, build, facts_of
+from .built import CAUSAL, build
 
 D64 = replace(CAUSAL, head_dim=64, head_dim_v=64)
 D64_FULL = replace(D64, causal=False)
@@ -65,13 +64,11 @@ def case(
     return Case(q, k, v, o, lse, facts.head_dim**-0.5 if scale is None else scale)
 
 
-def run(
-    facts: ForwardFacts, c: Case, tiles: Tiles | None = None, outputs: bool = True, **options: Any
-) -> None:
+def run(facts: ForwardFacts, c: Case, outputs: bool = True, **options: Any) -> None:
     """Every byte of the outputs must be written, unless `outputs` says not to look."""
     written = (c.o, c.lse) if outputs else ()
     emulator.run(
-        build(facts, tiles).call,
+        build(facts).call,
         c.q,
         c.k,
         c.v,
@@ -205,13 +202,6 @@ def test_any_order_of_completion(facts: ForwardFacts, order: str) -> None:
     c = case(facts, 300, 420)
     run(facts, c, order=order, seed=11)
     check(facts, c)
-
-
-@pytest.mark.parametrize("tiles", COMING, ids=lambda tiles: tiles.reason)
-def test_rows_to_come(tiles: Tiles) -> None:
-    c = case(facts_of(tiles), 300, 420)
-    run(facts_of(tiles), c, tiles)
-    check(facts_of(tiles), c)
 
 
 @pytest.mark.parametrize("ctas", [1, 3])
