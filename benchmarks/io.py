@@ -118,7 +118,7 @@ def measured(n: int, d: int, arch: str = "sm_90a") -> list[Row]:
     """This package's forward kernel (bf16, one head): its tiles' model, and the emulator's count.
 
     Raises:
-        LookupError: there is no kernel for head_dim d.
+        LookupError, ValueError: there is no kernel for head_dim d.
     """
     import torch
 

@@ -41,7 +41,7 @@ def forward_kernel(
 
     Raises:
         NotImplementedError: no kernel for `arch`.
-        LookupError: no tiles for these head dims.
+        LookupError, ValueError: no tiles for these head dims.
     """
     if arch != "sm_90a":
         raise NotImplementedError(f"no forward kernel for {arch}; there is one for sm_90a")

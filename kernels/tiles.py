@@ -240,7 +240,8 @@ FORWARD: tuple[Tiles, ...] = (
 def forward_tiles(arch: str, head_dim: int, head_dim_v: int) -> Tiles:
     """The smallest forward row that holds these head dims, as the tiles of exactly these.
 
-    Raises LookupError, listing the rows there are, when none of them does.
+    Raises LookupError, listing the rows there are, when none of them does; ValueError when one
+    holds them but they are no multiples of 8.
     """
     rows = [row for row in FORWARD if row.arch == arch]
     holds = [row for row in rows if row.head_dim >= head_dim and row.head_dim_v >= head_dim_v]

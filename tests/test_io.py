@@ -34,7 +34,7 @@ def test_fa2_by_hand() -> None:
     assert row.write_bytes == 10 * (8 + 4)
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 80, 128])
 @pytest.mark.parametrize("sram", [64 * 1024, 227 * 1024])
 def test_closed_forms(d: int, sram: int) -> None:
     """Doubling N, d or M moves the exact counts as the closed forms say, for long sequences."""
@@ -67,7 +67,7 @@ def test_sram_too_small() -> None:
 
 
 @pytest.mark.parametrize(("len_q", "len_kv"), [(256, 384), (128, 512), (300, 256)])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 80, 128])
 def test_kernel_follows_the_model(len_q: int, len_kv: int, d: int) -> None:
     """Measured on the emulator: Q and O once, LSE once, K and V once for each Q tile."""
     q = torch.randn(1, len_q, 1, d, dtype=torch.bfloat16)

@@ -1,11 +1,12 @@
 """The tile table: rows fit the SM, and a row that does not is refused by name."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 
-from hopwell.kernels.tiles import FORWARD, Tiles, forward_tiles, padded_head_dim
+from hopwell.kernels.tiles import FORWARD, HEAD_DIMS, Tiles, forward_tiles, padded_head_dim
 from hopwell.layouts.hardware import registers_at_entry
 
 ROW = forward_tiles("sm_90a", 128, 128)
@@ -61,9 +62,45 @@ def test_three_consumer_warpgroups_fit() -> None:
     assert (row.tile_q, row.threads, row.registers) == (192, 512, 65536)
 
 
-def test_no_row_is_a_lookup_error_that_lists_them() -> None:
-    with pytest.raises(LookupError, match=r"head_dim=72, head_dim_v=64; there are .*\(64, 64\)"):
-        forward_tiles("sm_90a", 72, 64)
+def test_every_pair_of_head_dims_has_tiles_of_its_own_within_its_row() -> None:
+    for head_dim, head_dim_v in itertools.product(HEAD_DIMS, HEAD_DIMS):
+        tiles = forward_tiles("sm_90a", head_dim, head_dim_v)
+        assert (tiles.head_dim, tiles.head_dim_v) == (head_dim, head_dim_v)
+        (row,) = (row for row in FORWARD if row.reason == tiles.reason)
+        assert row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
+        assert row.smem_bytes >= tiles.smem_bytes
+
+
+@pytest.mark.parametrize(
+    ("dims", "row"),
+    [
+        ((8, 8), (64, 64)),
+        ((64, 72), (96, 96)),
+        ((104, 8), (112, 112)),
+        ((8, 120), (128, 128)),
+        ((128, 128), (128, 128)),
+        ((136, 128), (192, 128)),
+        ((192, 64), (192, 128)),
+        ((128, 192), (192, 192)),
+        ((200, 8), (256, 256)),
+        ((8, 256), (256, 256)),
+    ],
+)
+def test_the_smallest_row_that_holds_both_is_taken(
+    dims: tuple[int, int], row: tuple[int, int]
+) -> None:
+    assert forward_tiles("sm_90a", *dims).reason == forward_tiles("sm_90a", *row).reason
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_90a", 264), ("sm_80", 64)])
+def test_no_row_is_a_lookup_error_that_lists_them(arch: str, head_dim: int) -> None:
+    with pytest.raises(LookupError, match=rf"{arch} at head_dim={head_dim}, .* rows go up to \["):
+        forward_tiles(arch, head_dim, 64)
+
+
+def test_a_head_dim_in_between_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"head_dim=84: needs a multiple of 8 from 8 to 256"):
+        forward_tiles("sm_90a", 84, 64)
 
 
 @pytest.mark.parametrize(("head_dim", "columns"), [(8, 16), (64, 64), (72, 80), (128, 128)])
