@@ -103,6 +103,22 @@ def run() -> bool:
     return _on_gpu(console)
 
 
+def exact(
+    case: Case, inputs: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float64 (O, LSE, P |V|), as `forward` lays them out."""
+    q, k, v = (tensor.double().transpose(1, 2) for tensor in inputs)
+    group = case.heads // case.heads_kv
+    k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(case.head_dim) if case.scale is None else case.scale)
+    if case.causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores.masked_fill_(~seen.tril(case.len_kv - case.len_q), -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.nan_to_num(neginf=0).unsqueeze(-1))
+    return (weights @ v).transpose(1, 2), lse, (weights @ v.abs()).transpose(1, 2)
+
+
 def measure(
     case: Case, inputs: tuple[torch.Tensor, ...], out: torch.Tensor, lse: torch.Tensor
 ) -> Errors:
@@ -112,24 +128,15 @@ def measure(
     each by at most the unit roundoff u, so |O - O64| <= u (P |V| + |O|). A twentieth is added for
     fp32 arithmetic, and 1e-5 of the largest |V| for P below fp16's normal numbers.
     """
-    q, k, v = (tensor.double().transpose(1, 2) for tensor in inputs)
-    group = case.heads // case.heads_kv
-    k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
-    scores = q @ k.mT * (1 / math.sqrt(case.head_dim) if case.scale is None else case.scale)
-    if case.causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-        scores.masked_fill_(~seen.tril(case.len_kv - case.len_q), -math.inf)
-    exact_lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - exact_lse.nan_to_num(neginf=0).unsqueeze(-1))
-    exact = weights @ v
-    allowed = 1.05 * _ROUNDOFF[case.dtype] * (weights @ v.abs() + exact.abs())
-    error = (out.double().transpose(1, 2) - exact).abs()
+    exact_out, exact_lse, spread = exact(case, inputs)
+    allowed = 1.05 * _ROUNDOFF[case.dtype] * (spread + exact_out.abs())
+    error = (out.double() - exact_out).abs()
     unseen = exact_lse.isneginf()
     # The lse of a row that sees nothing is exactly -inf; anything else is off without measure.
     lse_error = (lse.double() - exact_lse).abs().masked_fill(unseen & lse.isneginf(), 0)
     return Errors(
         out=error.max().item(),
-        share=(error / (allowed + 1e-5 * v.abs().max())).max().item(),
+        share=(error / (allowed + 1e-5 * inputs[2].double().abs().max())).max().item(),
         lse=lse_error.nan_to_num(nan=math.inf).max().item(),
     )
 
