@@ -347,6 +347,12 @@ def test_supported_lists_every_reason(emulated: None) -> None:
     ]
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 8), (80, 40), (192, 128), (8, 256)])
+def test_head_dims_need_not_be_alike(emulated: None, head_dim: int, head_dim_v: int) -> None:
+    q, k, v = make(1, 2, 1, head_dim), make(1, 3, 1, head_dim), make(1, 3, 1, head_dim_v)
+    assert hopwell.supported(q, k, v).ok
+
+
 def test_supported_names_the_kernel(emulated: None) -> None:
     answer = hopwell.supported(q, k, v, causal=True)
     assert answer.ok and not answer.reasons

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,25 @@ def test_v_with_another_head_dim_is_another_signature(emulation: Emulation) -> N
         out, lse = hopwell.forward(q, k, v, causal=True)
         assert out.shape == (1, 100, 2, head_dim_v) and out.is_contiguous()
         assert errors(case, out, lse).fine
+
+
+def test_common_head_dims_are_compiled_unless_others_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[compiling.Spec] = []
+    monkeypatch.setattr(compiling, "save", lambda spec, store: compiled.append(spec))
+
+    def dims() -> set[tuple[Any, Any]]:
+        facts = [dict(spec.facts) for spec in compiled]
+        compiled.clear()
+        return {(fact["head_dim"], fact["head_dim_v"]) for fact in facts}
+
+    hopwell.compile("sm_90a", out=tmp_path)
+    assert dims() == {(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)}
+    hopwell.export(tmp_path, "sm_90a", head_dims=[80, (8, 256)])
+    assert dims() == {(80, 80), (8, 256)}
+    with pytest.raises(ValueError, match=r"^head_dims has \(8, 12\); needs a multiple of 8"):
+        hopwell.warmup("sm_90a", head_dims=[(8, 12)])
 
 
 def test_plans_are_forgotten_when_there_are_many(

@@ -16,6 +16,7 @@ def test_rows_are_keyed_once_and_give_a_reason() -> None:
     keys = [(row.arch, row.head_dim, row.head_dim_v) for row in FORWARD]
     assert len(set(keys)) == len(keys)
     assert all(row.reason for row in FORWARD)
+    assert len({row.reason for row in FORWARD}) == len(FORWARD)
 
 
 def test_sizes_of_a_row() -> None:
