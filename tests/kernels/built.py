@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from hopwell.interface.cubin import usage
 from hopwell.kernels import ForwardFacts, forward_kernel
 from hopwell.kernels.fwd_sm90 import FwdSm90
+from hopwell.kernels.tiles import Tiles
 from hopwell.layouts.hardware import registers_at_entry
 
 CAUSAL = ForwardFacts("bfloat16", 128, 128, causal=True)
@@ -28,9 +29,12 @@ class Compiled(NamedTuple):
 
 
 @cache
-def build(facts: ForwardFacts) -> Compiled:
-    """The kernel of these facts."""
+def build(facts: ForwardFacts, tiles: Tiles | None = None) -> Compiled:
+    """The kernel of these facts, from the table or from a row of its own."""
     kernel, arguments, options = forward_kernel("sm_90a", facts)
+    if tiles:
+        kernel = FwdSm90(facts, tiles)
+        arguments = kernel.fake_arguments()
     with tempfile.TemporaryDirectory() as folder:
         options += f" --generate-line-info --keep-ptx --keep-cubin --dump-dir {folder}"
         compiled = cute.compile(kernel, *arguments, options=options)
