@@ -1,8 +1,9 @@
 """The functions a user calls: `attention`, `forward`, `supported`, `compile`, `warmup`, `export`.
 
-The first call of a signature (dtypes, shapes, strides, device, options) checks everything, finds
-the kernel and keeps a plan; later calls look the plan up, check what can differ between two calls
-of one signature (addresses, gradients) and launch.
+The first call of a signature checks everything, finds the kernel and keeps a plan; later calls look
+the plan up and launch. The signature holds what chooses a kernel, and what the compiled function
+does not check for itself: it refuses dtypes, strides, addresses and devices that do not go
+together, and then the checks run again to say which and what to do.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ..kernels import ForwardFacts, forward_kernel
+from ..kernels import ForwardFacts, forward_function
 from . import checks, env
 from . import compile as compiling
 from .cache import Entry, Store
@@ -37,8 +38,11 @@ class _Plan:
     """What `forward` needs to know about one signature."""
 
     out_shape: tuple[int, ...]
-    lse_shape: tuple[int, int, int]
+    out_strides: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    lse_strides: tuple[int, ...]
     scale: float  # 1/sqrt(head_dim)
+    heads_first: bool  # the layout is bhsd
     call: Callable[..., None] | None  # None: nothing to compute, or nothing to attend
 
 
@@ -153,48 +157,60 @@ def forward(
     """
     emulation = active()
     try:
+        dtype, device = q.dtype, q.device
+        records = q.requires_grad or k.requires_grad or v.requires_grad
         signature = (
-            _described(q),
-            _described(k),
-            _described(v),
-            out if out is None else _described(out),
-            lse if lse is None else _described(lse),
+            dtype,
+            device,
+            q.shape,
+            k.shape,
+            v.shape,
             scale if scale is None else (type(scale), scale < 0, math.isfinite(scale)),
+            type(causal),
             causal,
             layout,
+            out if out is None else _described(out),
+            lse if lse is None else _described(lse),
             emulation if emulation is None else emulation.arch,
         )
         plan = _plans.get(signature)
     except (AttributeError, TypeError, RuntimeError):
-        plan = signature = None  # not tensors and numbers: the checks will say what is what
+        # Not tensors and numbers: the checks will say what is what.
+        plan = signature = dtype = device = None
+        records = False
     if plan is None:
         plan = _make_plan(q, k, v, scale=scale, causal=causal, layout=layout, out=out, lse=lse)
-        _plans[signature] = plan
-        if len(_plans) > _PLANS_KEPT:
-            _plans.popitem(last=False)
-    elif (q.data_ptr() | k.data_ptr() | v.data_ptr()) % checks.ALIGN_BYTES:
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            checks.raise_first(checks.base(name, tensor))
-    if q.requires_grad or k.requires_grad or v.requires_grad:
+        if plan.call is not None:
+            _plans[signature] = plan
+            if len(_plans) > _PLANS_KEPT:
+                _plans.popitem(last=False)
+    elif records:
         checks.gradients({"q": q, "k": k, "v": v})
-        q, k, v = q.detach(), k.detach(), v.detach()
 
     if out is None:
-        out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device)
-    elif out.data_ptr() % checks.ALIGN_BYTES:
-        checks.raise_first(checks.base("out", out))
+        out = torch.empty_strided(plan.out_shape, plan.out_strides, dtype=dtype, device=device)
     if lse is None:
-        lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
+        shape, strides = plan.lse_shape, plan.lse_strides
+        lse = torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
     if plan.call is None:
         return out.zero_(), lse.fill_(-math.inf)
-    seen = (q, k, v, out)
-    if layout == "bhsd":
-        seen = tuple(tensor.transpose(1, 2) for tensor in seen)
-    scale = plan.scale if scale is None else scale
-    if emulation is None:
-        plan.call(*seen, lse, scale)
-    else:
-        emulation.launch(plan.call, *seen, lse, scale, outputs=(seen[3], lse))
+    if records:
+        q, k, v = q.detach(), k.detach(), v.detach()
+    arguments = (q, k, v, out, lse, plan.scale if scale is None else scale, plan.heads_first)
+    try:
+        if emulation is None:
+            plan.call(*arguments)
+        else:
+            emulation.launch(plan.call, *arguments, outputs=(out, lse))
+    except Exception:
+        # Before it launches, the compiled function checks what the signature leaves out, in its
+        # own words; ours say what to do.
+        problem = next(
+            _problems(q, k, v, scale=scale, causal=causal, layout=layout, out=out, lse=lse), None
+        )
+        if problem is None:
+            raise
+        raise problem.error(problem.text) from None
     return out, lse
 
 
@@ -324,6 +340,11 @@ def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides for `torch.empty_strided`, which takes half as long as `torch.empty`."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
 def _problems(q: Any, k: Any, v: Any, **options: Any) -> Iterator[checks.Problem]:
     emulation = active()
     emulated = emulation and emulation.arch
@@ -347,14 +368,18 @@ def _make_plan(
     checks.gradients({"q": q, "k": k, "v": v})
     sequence, heads = (1, 2) if layout == "bshd" else (2, 1)
     out_shape = (*q.shape[:3], v.shape[3])
+    lse_shape = (q.shape[0], q.shape[heads], q.shape[sequence])
     call = None
     if math.prod(out_shape) and k.shape[sequence]:
         spec = forward_spec(_arch(q.device), _facts(q, v, scale, causal))
         call = compiling.launcher(spec, emulated=active() is not None).call
     return _Plan(
         out_shape=out_shape,
-        lse_shape=(q.shape[0], q.shape[heads], q.shape[sequence]),
+        out_strides=_contiguous(out_shape),
+        lse_shape=lse_shape,
+        lse_strides=_contiguous(lse_shape),
         scale=1 / math.sqrt(q.shape[3]),
+        heads_first=layout == "bhsd",
         call=call,
     )
 
@@ -383,7 +408,7 @@ def _facts(q: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool) 
 
 def forward_spec(arch: str, facts: ForwardFacts) -> compiling.Spec:
     fixed = tuple(sorted(asdict(facts).items()))
-    return compiling.Spec("forward", arch, fixed, lambda: forward_kernel(arch, facts))
+    return compiling.Spec("forward", arch, fixed, lambda: forward_function(arch, facts))
 
 
 def _variants(

@@ -52,3 +52,25 @@ def forward_kernel(
     tiles = forward_tiles(arch, facts.head_dim, facts.head_dim_v)
     kernel = FwdSm90(facts, tiles)
     return kernel, kernel.fake_arguments(), f"--enable-tvm-ffi --gpu-arch {arch}"
+
+
+def forward_function(
+    arch: str, facts: ForwardFacts
+) -> tuple[Callable[..., None], tuple[Any, ...], str]:
+    """`forward_kernel` for tensors in either layout.
+
+    Returns:
+        As `forward_kernel`; the compiled object is called as `(q, k, v, o, lse, scale,
+        heads_first)`: with `heads_first` q, k, v and o are (batch, heads, len, head_dim). Before it
+        launches it refuses, with TypeError or ValueError, what the kernel cannot run with, except
+        extents of 0, heads_q that are no multiple of heads_kv, an o with several elements at one
+        address, and an lse of other extents than q's.
+
+    Raises:
+        NotImplementedError, LookupError: as `forward_kernel`.
+    """
+    kernel, arguments, options = forward_kernel(arch, facts)
+    from .either_layout import EitherLayout
+
+    function = EitherLayout(kernel)
+    return function, function.fake_arguments(arguments), options

@@ -1,7 +1,32 @@
 """Views of global memory: the order of modes that kernels see, and tiles for the TMA unit."""
 
 import cutlass.cute as cute
+from cutlass import Boolean
 from cutlass.cute.nvgpu import cpasync
+
+from .hardware import TMA_ALIGNMENT_BYTES
+
+
+@cute.jit
+def as_bshd(tensor: cute.Tensor, heads_first: Boolean) -> cute.Tensor:
+    """(batch, len, heads, dim), or with `heads_first` (batch, heads, len, dim), seen as the former.
+
+    Host code, decided at run time; strides of len and heads are multiples of what TMA asks.
+    """
+    batch, second, third, dim = tensor.shape
+    batch_stride, second_stride, third_stride, dim_stride = tensor.stride
+    divisor = TMA_ALIGNMENT_BYTES * 8 // tensor.element_type.width
+    length, heads = second, third
+    len_stride, heads_stride = second_stride, third_stride
+    if heads_first:
+        length, heads = third, second
+        len_stride, heads_stride = third_stride, second_stride
+    len_stride = cute.assume(len_stride, divby=divisor)
+    heads_stride = cute.assume(heads_stride, divby=divisor)
+    layout = cute.make_layout(
+        (batch, length, heads, dim), stride=(batch_stride, len_stride, heads_stride, dim_stride)
+    )
+    return cute.make_tensor(tensor.iterator, layout)
 
 
 def sequence_first(tensor: cute.Tensor) -> cute.Tensor:

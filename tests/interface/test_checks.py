@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hopwell
-from hopwell.interface import checks
+from hopwell.interface import checks, functions
 
 
 def make(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:
@@ -318,22 +318,63 @@ def test_dsl_version(found: str | None) -> None:
     )
 
 
-def test_a_base_is_checked_again_in_a_signature_seen_before(emulated: None) -> None:
-    """A plan kept for a signature must not carry over what its key does not hold."""
-    args = (make(2, 0, 4, 64), k, v)  # no rows: a plan that launches nothing
-    hopwell.forward(*args)
-    shifted = make(math.prod(K) + 8)[1:-7].view(K)
-    with pytest.raises(ValueError, match=r"^k starts at an address that is 2 bytes past"):
-        hopwell.forward(args[0], shifted, v)
+# What a signature leaves to the compiled function, with the part of the error's text that matters.
+WARM: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "sparse": ((q.to_sparse(), k, v), {}, "q has layout torch.sparse_coo"),
+    "dtype": ((q, k, v.half()), {}, "q, k and v differ in dtype"),
+    "last stride": ((q, make(2, 16, 2, 128)[..., ::2], v), {}, "k has stride 2 in head_dim"),
+    "strides": ((make(2, 8, 4, 68)[..., :64], k, v), {}, "q has a stride of 136 bytes in heads"),
+    "base": ((q, make(math.prod(K) + 8)[1:-7].view(K), v), {}, "k starts at an address"),
+    "device": ((q, k, make(*K, device="meta")), {}, "tensors are on different devices"),
+    "out": ((q, k, v), {"out": make(math.prod(Q) + 8)[4:-4].view(Q)}, "out starts at an address"),
+    "gradients": ((q, k, v.clone().requires_grad_()), {}, "v require(s) grad"),
+}
 
 
-def test_gradients_are_refused_in_a_signature_seen_before(emulated: None) -> None:
-    empty = make(2, 0, 4, 64)
-    hopwell.forward(empty, k, v)
+@pytest.fixture(params=["bshd", "bhsd"])
+def warm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A layout whose signatures of `WARM` are known, so that none of them makes a plan."""
+    with hopwell.emulate("sm_90a") as emulation:
+        hopwell.forward(*_seen((q, k, v), request.param), layout=request.param)
+        out = _seen((q.clone(),), request.param)[0]
+        hopwell.forward(*_seen((q, k, v), request.param), layout=request.param, out=out)
+        launches = len(emulation.report.launches)
+        monkeypatch.setattr(functions, "_make_plan", None)
+        yield request.param
+        assert len(emulation.report.launches) == launches
+
+
+def _seen(tensors: tuple[Any, ...], layout: str) -> tuple[Any, ...]:
+    """The same (batch, len, heads, head_dim) tensors in a layout."""
+    if layout == "bshd":
+        return tensors
+    return tuple(t.swapaxes(-3, -2) for t in tensors)
+
+
+@pytest.mark.parametrize("case", WARM)
+def test_forward_in_a_signature_seen_before(case: str, warm: Any) -> None:
+    args, options, text = WARM[case]
+    if case == "sparse" and warm == "bhsd":
+        pytest.skip("sparse tensors have no strides to transpose")
+    options = {name: _seen((t,), warm)[0] for name, t in options.items()}
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+        hopwell.forward(*_seen(args, warm), layout=warm, **options)
+    assert str(raised.value).startswith(text)
+
+
+def test_truth_is_not_enough_for_causal_in_a_signature_seen_before(emulated: None) -> None:
+    hopwell.forward(q, k, v, causal=True)
+    one: Any = 1
+    with pytest.raises(TypeError, match=r"^causal is a int; needs True or False"):
+        hopwell.forward(q, k, v, causal=one)
+
+
+def test_gradients_count_only_where_they_are_recorded(emulated: None) -> None:
+    hopwell.forward(q, k, v)
     with pytest.raises(NotImplementedError, match=r"^k, v require"):
-        hopwell.forward(empty, k.clone().requires_grad_(), v.clone().requires_grad_())
+        hopwell.forward(q, k.clone().requires_grad_(), v.clone().requires_grad_())
     with torch.no_grad():
-        hopwell.forward(empty, k.clone().requires_grad_(), v)
+        hopwell.forward(q, k.clone().requires_grad_(), v)
 
 
 def test_supported_lists_every_reason(emulated: None) -> None:

@@ -92,7 +92,7 @@ def test_plans_are_forgotten_when_there_are_many(
     monkeypatch.setattr(functions, "_PLANS_KEPT", 3)
     functions._plans.clear()
     for length in range(5):
-        hopwell.forward(*(torch.zeros(0, length, 1, 64, dtype=torch.float16) for _ in "qkv"))
+        hopwell.forward(*(torch.zeros(1, 1 + length, 1, 64, dtype=torch.float16) for _ in "qkv"))
     assert len(functions._plans) == 3
 
 
