@@ -351,6 +351,20 @@ def gradients(tensors: Mapping[str, torch.Tensor]) -> None:
         )
 
 
+def no_capture(kernel: object) -> None:
+    """Refuse to compile or load a kernel while the current stream captures a CUDA graph.
+
+    Raises:
+        RuntimeError: it does; the capture goes on, unharmed.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the current stream captures a CUDA graph, and this process has not loaded {kernel}; "
+            "needs that before the capture; make the same call once, or call hopwell.warmup(), "
+            "ahead of torch.cuda.graph"
+        )
+
+
 # ---- settings, folders, versions -----------------------------------------------------------------
 
 

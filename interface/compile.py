@@ -91,9 +91,14 @@ def launcher(spec: Spec, *, emulated: bool = False) -> Launcher:
         spec: which kernel.
         emulated: load it into the emulator, to be called on CPU tensors within `emulate`, in place
             of the CUDA runtime; the object is the same.
+
+    Raises:
+        RuntimeError: it is not in memory, and the current stream captures a CUDA graph.
     """
     found = _launchers.get((spec, emulated))
     if found is None:
+        if not emulated:
+            checks.no_capture(spec)
         with _lock:
             found = _launchers.get((spec, emulated))
             if found is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -153,6 +153,7 @@ def forward(
         TypeError: dtypes differ or are not fp16 or bf16; an argument is not what it should be.
         ValueError: shapes, strides, addresses or devices do not fit; CPU tensors without `emulate`.
         NotImplementedError: no kernel for this head_dim or GPU; or an input requires grad.
+        RuntimeError: the current stream captures a CUDA graph, and the kernel is not loaded yet.
         emulator.KernelFault: inside `emulate`, when the checker found a fault in the kernel.
     """
     emulation = active()
@@ -275,6 +276,9 @@ def warmup(
 ) -> int:
     """Have kernels compiled and loaded in this process, so that no later call waits for it.
 
+    On a GPU each is launched once, on one row: CUDA loads its code then, and from then on calls may
+    be captured in a CUDA graph.
+
     Args:
         arch: SM version; by default HOPWELL_ARCH, else the GPU's, else "sm_90a".
         dtypes, head_dims, causal: which variants, as for `compile`; those for a negative scale are
@@ -287,9 +291,16 @@ def warmup(
         NotImplementedError: no kernels for that SM version.
         ValueError: no kernels for a head_dim.
     """
-    specs = _variants(checks.arch(arch or _arch(None)), dtypes, head_dims, causal, (False,))
+    name = checks.arch(arch or _arch(None))
+    specs = _variants(name, dtypes, head_dims, causal, (False,))
     emulated = active() is not None
-    return len([compiling.launcher(spec, emulated=emulated) for spec in specs])
+    here = not emulated and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
+    for spec in specs:
+        call = compiling.launcher(spec, emulated=emulated).call
+        if checks.arch_of(device) == name:
+            _launch_on_one_row(call, dict(spec.facts), device)
+    return len(specs)
 
 
 def export(
@@ -382,6 +393,16 @@ def _make_plan(
         heads_first=layout == "bhsd",
         call=call,
     )
+
+
+def _launch_on_one_row(
+    call: Callable[..., None], facts: Mapping[str, Any], device: torch.device
+) -> None:
+    q, v = (
+        torch.zeros(1, 1, 1, facts[name], dtype=getattr(torch, facts["dtype"]), device=device)
+        for name in ("head_dim", "head_dim_v")
+    )
+    call(q, q, v, v.clone(), torch.zeros(1, 1, 1, device=device), 1.0, False)
 
 
 def _arch(device: torch.device | None) -> str:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import hopwell
-from hopwell.interface import checks, demo
+from hopwell.interface import checks, demo, functions
+from hopwell.interface import compile as compiling
 from hopwell.interface.demo import CASES, Case, measure
 
 DEVICE = torch.device("cuda", 0)
@@ -53,6 +54,78 @@ def test_the_current_stream_is_used() -> None:
         out, _ = hopwell.forward(late, k, v)
     stream.synchronize()
     assert torch.equal(out, expected)
+
+
+def test_launches_go_to_the_tensors_device() -> None:
+    """Whatever the current device is; and it stays that."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    if checks.arch_of(torch.device("cuda", 1)) not in checks.arches():
+        pytest.skip("needs a second GPU that there are kernels for")
+    case = CASES[0]
+    inputs = case.inputs("cuda:0")
+    expected, expected_lse = hopwell.forward(*inputs)
+    there = tuple(tensor.to("cuda:1") for tensor in inputs)
+    stream = torch.cuda.Stream(1)
+    stream.wait_stream(torch.cuda.current_stream(1))
+    for current in (0, 1):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)
+            late = there[0] * 1.0  # complete only after the sleep, on the second GPU's stream
+            with torch.cuda.device(current):
+                out, lse = hopwell.forward(late, *there[1:])
+                assert torch.cuda.current_device() == current
+        stream.synchronize()
+        assert out.device == lse.device == there[0].device
+        assert torch.equal(out.cpu(), expected.cpu()) and torch.equal(lse.cpu(), expected_lse.cpu())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_warmed_call_is_captured_and_replayed(causal: bool) -> None:
+    """Also in a shape and a layout that come first in the capture; 100 replays agree bitwise."""
+    q, k, v = (torch.randn(2, 333, 4, 128, dtype=torch.bfloat16, device="cuda") for _ in "qkv")
+    expected, expected_lse = hopwell.forward(q, k, v, causal=causal)
+    short = hopwell.forward(q[:, :100], k, v, causal=causal)[0]
+    functions._plans.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = hopwell.forward(q, k, v, causal=causal)
+        heads_first = (t.transpose(1, 2) for t in (q[:, :100], k, v))
+        short_out = hopwell.attention(*heads_first, causal=causal, layout="bhsd")
+    for _ in range(100):
+        for tensor in (out, lse, short_out):
+            tensor.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+        assert torch.equal(short_out.transpose(1, 2), short)
+    q.copy_(q.flip(1))  # a replay reads what the inputs hold then
+    graph.replay()
+    assert torch.equal(out, hopwell.forward(q, k, v, causal=causal)[0])
+
+
+def test_warmup_is_enough_for_a_capture() -> None:
+    compiling.forget()
+    functions._plans.clear()
+    hopwell.warmup(dtypes=[torch.float16], head_dims=[64], causal=[True])
+    q, k, v = (torch.randn(1, 200, 2, 64, dtype=torch.float16, device="cuda") for _ in "qkv")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = hopwell.attention(q, k, v, causal=True)
+    graph.replay()
+    assert torch.equal(out, hopwell.attention(q, k, v, causal=True))
+
+
+def test_an_unwarmed_call_leaves_the_capture_whole() -> None:
+    q, k, v = (torch.randn(1, 200, 2, 64, dtype=torch.float16, device="cuda") for _ in "qkv")
+    compiling.forget()
+    functions._plans.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = q * 2
+        with pytest.raises(RuntimeError, match="captures a CUDA graph"):
+            hopwell.attention(q, k, v)
+    graph.replay()
+    assert torch.equal(doubled, q * 2)
 
 
 def test_cpu_tensors_still_run_on_the_emulator() -> None:

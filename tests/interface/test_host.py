@@ -13,6 +13,8 @@ import hopwell
 from hopwell.interface import checks, functions
 from hopwell.interface import compile as compiling
 
+from . import standin
+
 Launches = list[tuple[Any, ...]]
 
 
@@ -74,3 +76,33 @@ def test_tensors_are_launched_as_they_are(layout: Any, launches: Launches) -> No
     assert lse.is_contiguous() and lse.shape == (2, 4, 100)
     expected = (*tensors, out, lse, 0.125, layout == "bhsd")
     assert all(a is b or a == b for a, b in zip(launches[0], expected, strict=True))
+
+
+def test_a_capture_takes_a_loaded_kernel_and_refuses_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiling, "_launchers", {})
+    compiling.launcher(standin.spec())
+    for name in ("is_available", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    monkeypatch.setattr(compiling, "_obtain", None)
+    compiling.launcher(standin.spec())
+    with pytest.raises(RuntimeError) as raised:
+        compiling.launcher(standin.spec("float16"))
+    assert str(raised.value) == (
+        "the current stream captures a CUDA graph, and this process has not loaded scaled for "
+        "sm_90a (dtype float16); needs that before the capture; make the same call once, or call "
+        "hopwell.warmup(), ahead of torch.cuda.graph"
+    )
+
+
+def test_warmup_launches_each_kernel_once_where_it_can_run(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "arch_of", lambda _: None)
+    assert hopwell.warmup("sm_90a", head_dims=[64]) == 4
+    assert not launches
+    monkeypatch.setattr(checks, "arch_of", lambda _: "sm_90a")
+    assert hopwell.warmup("sm_90a", head_dims=[64]) == 4
+    shapes = [tuple(tensor.shape) for tensor in launches[0][:5]]
+    assert len(launches) == 4 and shapes == [(1, 1, 1, 64)] * 4 + [(1, 1, 1)]
