@@ -50,9 +50,28 @@ print(hopwell.forward.__module__, hopwell.emulator.__name__)
     assert python(code) == "hopwell.interface.functions hopwell.emulator\n"
 
 
-def test_the_functions_load_no_compiler() -> None:
-    code = "import sys, hopwell; hopwell.forward; print('cutlass' in sys.modules)"
-    assert python(code) == "False\n"
+def test_the_functions_load_neither_compiler_nor_emulator_nor_command_line() -> None:
+    others = "('cutlass', 'tvm_ffi', 'hopwell.emulator', 'hopwell.benchmarks', 'rich', 'click')"
+    code = f"""
+import sys, hopwell
+hopwell.forward, hopwell.emulate, hopwell.supported
+print([name for name in {others} if name in sys.modules])
+"""
+    assert python(code) == "[]\n"
+
+
+def test_a_kernel_from_disk_loads_no_more_than_it_needs() -> None:
+    """The DSL's loader, but no kernel's source, no emulator and nothing that draws."""
+    hopwell.compile("sm_90a", dtypes=[torch.float16], head_dims=[64], causal=[False])
+    others = "('hopwell.kernels.fwd_sm90', 'hopwell.emulator', 'rich', 'click')"
+    code = f"""
+import sys, torch, hopwell
+from hopwell.interface import compile, functions
+from hopwell.kernels import ForwardFacts
+compile.launcher(functions.forward_spec("sm_90a", ForwardFacts("float16", 64, 64, False)))
+print([name for name in {others} if name in sys.modules], compile.counts.compiled)
+"""
+    assert python(code) == "[] 0\n"
 
 
 def test_import_adds_little_to_torch_and_the_dsl() -> None:
