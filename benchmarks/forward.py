@@ -1,117 +1,213 @@
-"""Forward on this machine's GPU against cuDNN's, in one timing protocol.
+"""Forward on this machine's GPU against its peers: the script behind every claim about speed.
 
-Every contender is timed in every round, so that a drift of the clock (the card is limited by power)
-meets all alike; a round's sample is the mean over enough launches to last a few milliseconds; the
-result is the median of the rounds.
+python -m hopwell bench --preset grid --json results.json
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping
-from functools import partial
+import importlib.metadata
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
+import click
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
-from ..interface.functions import attention
+from ..interface import checks
+from . import accuracy, host
+from .cells import PRESETS, Cell, select
+from .contenders import OURS, ROUNDS, contenders, times
 
-ROUNDS = 7
-SAMPLE_MS = 5.0
-TOKENS = 16384  # of a batch
-HIDDEN = 2048  # heads * head_dim
+PACKAGES = ("torch", "nvidia-cutlass-dsl", "flash-attn-4", "fa3-fwd")
 
 
-def main() -> None:
-    """Print time, throughput and ratio for head_dim 64 and 128, 1k to 16k tokens, both masks.
+@dataclass(frozen=True)
+class Row:
+    """What was measured in one cell: microseconds, or RMS errors, of those who can run it."""
 
-    Raises:
-        RuntimeError: this machine has no CUDA GPU.
+    cell: Cell
+    inputs: str  # a key of accuracy.INPUTS; plain ones where time is measured
+    values: Mapping[str, float]
+
+    def tflops(self, name: str) -> float | None:
+        """TFLOP/s of a contender whose value is a time; None if it cannot run the cell."""
+        return self.cell.flops / self.values[name] / 1e6 if name in self.values else None
+
+
+Ratio = Callable[[Row], "float | None"]
+
+
+def speedup(row: Row) -> float | None:
+    """Of times: our speed over the best peer's; None where we cannot run the cell, or no peer can.
+
+    Above 1 we are faster.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError(
-            "this machine has no CUDA GPU, so there is no time to measure; run it on one, or run "
-            "`python -m hopwell demo` for counters from the emulator"
-        )
-    table = Table(title=f"forward, bf16, {torch.cuda.get_device_name()}")
-    for column in (
-        "head_dim",
-        "len",
-        "mask",
-        "us",
-        "TFLOP/s",
-        "cuDNN us",
-        "cuDNN TFLOP/s",
-        "ratio",
-    ):
+    peers = [value for name, value in row.values.items() if name != OURS]
+    return min(peers) / row.values[OURS] if peers and OURS in row.values else None
+
+
+def relative_error(row: Row) -> float | None:
+    """Of errors: ours over the best peer's; None as for `speedup`. Above 1 ours is larger."""
+    ratio = speedup(row)
+    return None if ratio is None else 1 / ratio
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of positive numbers; nan of none."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def means(rows: Sequence[Row], ratio: Ratio) -> dict[str, float]:
+    """Geometric means of a ratio over the rows that have one: all, by length, by head_dim."""
+    known = [(row.cell, value) for row in rows if (value := ratio(row)) is not None]
+    found = {"all": geometric_mean(value for _, value in known)}
+    for length in sorted({cell.length for cell, _ in known}):
+        found[f"len {length}"] = geometric_mean(v for cell, v in known if cell.length == length)
+    for dim in sorted({cell.head_dim for cell, _ in known}):
+        found[f"head_dim {dim}"] = geometric_mean(v for cell, v in known if cell.head_dim == dim)
+    return found
+
+
+def extreme(rows: Sequence[Row], ratio: Ratio, pick: Callable[..., Any]) -> str:
+    """The cell with the smallest (`pick` = min) or largest ratio, in words."""
+    known = [(value, str(row.cell)) for row in rows if (value := ratio(row)) is not None]
+    if not known:
+        return "no cell that both we and a peer can run"
+    value, cell = pick(known)
+    return f"{'smallest' if pick is min else 'largest'} {value:.3f} at {cell}"
+
+
+def speed_table(rows: Sequence[Row], names: Sequence[str], title: str) -> Table:
+    """TFLOP/s of each contender, and ours over the best peer's; '-' where one cannot run."""
+    table = _table(title, *names, "ours / best peer")
+    for row in rows:
+        speeds = [_said(row.tflops(name), ".0f") for name in names]
+        table.add_row(str(row.cell), *speeds, _said(speedup(row), ".2f"))
+    return table
+
+
+def error_table(rows: Sequence[Row], names: Sequence[str], title: str) -> Table:
+    """RMS error of each contender, and ours over the best peer's; '-' where one cannot run."""
+    table = _table(title, "inputs", *names, "ours / best peer")
+    for row in rows:
+        values = [_said(row.values.get(name), ".3e") for name in names]
+        table.add_row(str(row.cell), row.inputs, *values, _said(relative_error(row), ".3f"))
+    return table
+
+
+def as_json(rows: Sequence[Row], ratio: Ratio, about: Mapping[str, Any]) -> str:
+    """The raw numbers: what `about` says, the rows and the means; numbers only where there are."""
+    found = [
+        {
+            **asdict(row.cell),
+            "flops": row.cell.flops,
+            "inputs": row.inputs,
+            "values": dict(row.values),
+            "ratio": ratio(row),
+        }
+        for row in rows
+    ]
+    known = {name: mean for name, mean in means(rows, ratio).items() if math.isfinite(mean)}
+    return json.dumps({**about, "rows": found, "geometric_means": known}, indent=1) + "\n"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    table.add_column("batch x len x heads x head_dim", no_wrap=True)
+    for column in columns:
         table.add_column(column, justify="right")
-    for head_dim in (64, 128):
-        for length in (1024, 4096, 16384):
-            for causal in (False, True):
-                shape = (TOKENS // length, length, HIDDEN // head_dim, head_dim)
-                q, k, v = (
-                    torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3)
-                )
-                us = times(
-                    {
-                        "hopwell": partial(attention, q, k, v, causal=causal),
-                        "cudnn": cudnn(q, k, v, causal=causal),
-                    }
-                )
-                flops = 4 * TOKENS * length * HIDDEN / (2 if causal else 1)
-                ours, theirs = us["hopwell"], us["cudnn"]
-                table.add_row(
-                    str(head_dim),
-                    str(length),
-                    "causal" if causal else "full",
-                    f"{ours:.0f}",
-                    f"{flops / ours / 1e6:.0f}",
-                    f"{theirs:.0f}",
-                    f"{flops / theirs / 1e6:.0f}",
-                    f"{theirs / ours:.2f}",
-                )
-    Console().print(table)
+    return table
 
 
-def cudnn(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
-) -> Callable[[], torch.Tensor]:
-    """A call of cuDNN's attention on (batch, len, heads, head_dim) tensors, for `times`.
-
-    With `causal`, len_q must be len_kv: torch aligns its mask at the top left.
-    """
-    seen = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-    grouped = q.shape[2] != k.shape[2]
-
-    return partial(scaled_dot_product_attention, *seen, is_causal=causal, enable_gqa=grouped)
+def _said(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
-def times(contenders: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Median time of one call on the GPU, microseconds, for each contender."""
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # outside of the calls: it takes host time
-        launches = {name: _launches(call) for name, call in contenders.items()}
-        for _ in range(ROUNDS):
-            for name, call in contenders.items():
-                samples[name].append(_sample(call, launches[name]))
-    return {name: statistics.median(sample) for name, sample in samples.items()}
+def _about(**more: Any) -> dict[str, Any]:
+    """What the numbers depend on."""
+    versions: dict[str, Any] = {"cuDNN": torch.backends.cudnn.version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {"device": torch.cuda.get_device_name(), "versions": versions, **more}
 
 
-def _launches(call: Callable[[], object]) -> int:
-    """How many launches a sample takes; warms the call up."""
-    _sample(call, 3)
-    return max(3, round(SAMPLE_MS * 1e3 / _sample(call, 3)))
+def _numbers(_: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(",")) if text else ()
+    except ValueError as problem:
+        raise click.BadParameter(
+            f"{text!r} needs to be whole numbers with commas between; pass 64,128 for instance",
+            param=option,
+        ) from problem
 
 
-def _sample(call: Callable[[], object], launches: int) -> float:
-    """Mean microseconds of a call, launched that many times in a row."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(launches):
-        call()
-    end.record()
-    end.synchronize()
-    return 1e3 * start.elapsed_time(end) / launches
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--preset", type=click.Choice(list(PRESETS)), default="grid", show_default=True)
+@click.option("--lengths", callback=_numbers, help="Only these: 1024,4096.")
+@click.option("--head-dims", callback=_numbers, help="Only these: 64,128.")
+@click.option("--accuracy", "accurate", is_flag=True, help="RMS errors in place of speed.")
+@click.option("--host", "on_host", is_flag=True, help="Host time of a call in place of speed.")
+@click.option("--json", "file", type=click.Path(path_type=Path), help="Write raw numbers there.")
+def main(
+    preset: str,
+    lengths: tuple[int, ...],
+    head_dims: tuple[int, ...],
+    accurate: bool,
+    on_host: bool,
+    file: Path | None,
+) -> None:
+    """Measure forward on this machine's GPU beside cuDNN, FA3 and FA4."""
+    try:
+        checks.gpu_to_measure()
+    except RuntimeError as problem:
+        raise click.ClickException(str(problem)) from problem
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)
+    there, absent = contenders()
+    for line in absent:
+        console.print(line, markup=False)
+    if on_host:
+        found = host.measure(there)
+        console.print(host.table(found))
+        if file:
+            file.write_text(json.dumps({**_about(), "host_us": found}, indent=1) + "\n")
+        return
+    names = [contender.name for contender in there]
+    rows: list[Row] = []
+    for cell in select(preset, lengths, head_dims):
+        with console.status(str(cell)):
+            if accurate:
+                for inputs, outliers in accuracy.INPUTS.items():
+                    found = accuracy.errors(cell, there, outliers=outliers)
+                    rows.append(Row(cell, inputs, found))
+            else:
+                q, k, v = cell.inputs()
+                calls = {c.name: c.bind(q, k, v, cell.causal) for c in there}
+                rows.append(Row(cell, next(iter(accuracy.INPUTS)), times(calls)))
+    ratio = relative_error if accurate else speedup
+    device = torch.cuda.get_device_name()
+    if accurate:
+        console.print(error_table(rows, names, f"RMS error of O against float64, bf16, {device}"))
+    else:
+        console.print(speed_table(rows, names, f"forward, bf16, TFLOP/s, {device}"))
+    said = [f"{name} {mean:.3f}" for name, mean in means(rows, ratio).items()]
+    console.print(f"geometric means of the ratio: {', '.join(said)}")
+    console.print(extreme(rows, ratio, max if accurate else min), markup=False)
+    if file:
+        measured = "rms_error" if accurate else "us"
+        about = _about(preset=preset, values=measured, rounds=ROUNDS)
+        file.write_text(as_json(rows, ratio, about))
+
+
+if __name__ == "__main__":
+    main()

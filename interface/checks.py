@@ -409,6 +409,15 @@ def head_dims(got: Sequence[Any]) -> list[tuple[int, int]]:
     return [(head_dim, head_dim_v) for head_dim, head_dim_v in pairs]
 
 
+def gpu_to_measure() -> None:
+    """Raises RuntimeError if this machine has no GPU to take times on."""
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "this machine has no CUDA GPU; a benchmark needs one, for the emulator knows no time; "
+            "run it on another machine, or `python -m hopwell demo` for counters from the emulator"
+        )
+
+
 def export_folder(folder: Path) -> None:
     """Raises FileNotFoundError if there is no such folder."""
     if not folder.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,8 +144,14 @@ def cache_clear() -> None:
     click.echo(f"removed {clear_cache()} kernels")
 
 
-@main.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def _handed_on(command: Callable[..., None]) -> click.Command:
+    """A command that leaves its arguments and its help to another."""
+    arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(command)
+    settings = {"ignore_unknown_options": True}
+    return main.command(context_settings=settings, add_help_option=False)(arguments)
+
+
+@_handed_on
 def io(arguments: tuple[str, ...]) -> None:
     """Compare the bytes that attention algorithms move to and from memory."""
     from ..benchmarks import io as model
@@ -152,12 +159,9 @@ def io(arguments: tuple[str, ...]) -> None:
     model.main(list(arguments), prog_name="python -m hopwell io")
 
 
-@main.command()
-def bench() -> None:
-    """Time forward against cuDNN on this machine's GPU."""
+@_handed_on
+def bench(arguments: tuple[str, ...]) -> None:
+    """Time forward against its peers on this machine's GPU."""
     from ..benchmarks import forward
 
-    try:
-        forward.main()
-    except RuntimeError as problem:
-        raise click.ClickException(str(problem)) from problem
+    forward.main(list(arguments), prog_name="python -m hopwell bench")

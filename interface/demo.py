@@ -181,7 +181,7 @@ _COUNTED = ("KiB read", "KiB written", "tensor MFLOP", "mufu /1e3", "warp instr 
 
 
 def _on_gpu(console: Console) -> bool:
-    from ..benchmarks.forward import cudnn, times
+    from ..benchmarks.contenders import cudnn, times
 
     table = _table(f"on {torch.cuda.get_device_name()}", "us", "cuDNN us")
     ok = True
@@ -195,7 +195,7 @@ def _on_gpu(console: Console) -> bool:
                 "hopwell": partial(forward, *inputs, causal=case.causal)
             }
             if not case.causal or case.len_q == case.len_kv:  # else torch's mask is another
-                contenders["cudnn"] = cudnn(*inputs, causal=case.causal)
+                contenders["cudnn"] = cudnn(*inputs, case.causal)
             us = times(contenders)
         table.add_row(
             *_errors(case, errors),
