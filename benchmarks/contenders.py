@@ -18,6 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..interface import env
 from ..interface.functions import attention
 
 OURS = "hopwell"
@@ -76,9 +77,9 @@ def cudnn_alone() -> Any:
 
 
 def times(calls: Mapping[str, Call]) -> dict[str, float]:
-    """Median time of one call on the GPU, microseconds, by name; without those that raise."""
+    """Median time of one call on the GPU, microseconds, by name; of those that `run`."""
     with cudnn_alone():
-        launches = {name: count for name, call in calls.items() if (count := _launches(call))}
+        launches = {name: _launches(call) for name, call in calls.items() if runs(name, call)}
         samples: dict[str, list[float]] = {name: [] for name in launches}
         for _ in range(ROUNDS):
             for name, count in launches.items():
@@ -86,12 +87,25 @@ def times(calls: Mapping[str, Call]) -> dict[str, float]:
     return {name: statistics.median(sample) for name, sample in samples.items()}
 
 
-def _launches(call: Call) -> int:
-    """How many launches a sample takes, after warming the call up; 0 if it raises."""
+def runs(name: str, call: Call) -> bool:
+    """Call once: whether a contender can run a problem; why not is logged at level info.
+
+    Raises:
+        Exception: from ours, for any reason but that there is no kernel.
+    """
     try:
-        _sample(call, 3)
-    except Exception:  # each refuses what it does not support in its own way
-        return 0
+        call()
+    except Exception as problem:  # each peer refuses in its own way
+        if name == OURS and not isinstance(problem, NotImplementedError):
+            raise
+        env.log.info("%s cannot run this: %s", name, problem)
+        return False
+    return True
+
+
+def _launches(call: Call) -> int:
+    """How many launches a sample takes; warms the call up."""
+    _sample(call, 3)
     return max(3, round(SAMPLE_MS * 1e3 / _sample(call, 3)))
 
 

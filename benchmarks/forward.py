@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..interface import checks
+from ..interface import checks, env
 from . import accuracy, host
 from .cells import PRESETS, Cell, select
 from .contenders import OURS, ROUNDS, contenders, times
@@ -39,7 +39,7 @@ class Row:
         return self.cell.flops / self.values[name] / 1e6 if name in self.values else None
 
 
-Ratio = Callable[[Row], "float | None"]
+Ratio = Callable[[Row], float | None]
 
 
 def speedup(row: Row) -> float | None:
@@ -173,6 +173,7 @@ def main(
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)
+    env.configure_log()
     there, absent = contenders()
     for line in absent:
         console.print(line, markup=False)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..interface.functions import attention, forward
 from .cells import Cell
-from .contenders import Call, Contender, cudnn_alone
+from .contenders import Call, Contender, cudnn_alone, runs
 
 CELL = Cell(1, 128, 2, 2, 64, 64, causal=False)
 CALLS = 200  # a sample; fewer than a stream's queue holds, or launches would wait for the GPU
@@ -24,7 +24,7 @@ NEEDED_US = 15.0  # what a warmed call of ours may take
 
 
 def measure(contenders: Sequence[Contender]) -> dict[str, float]:
-    """Host microseconds of one warmed call, by what is called; without those that raise.
+    """Host microseconds of one warmed call, by what is called; of those that `run`.
 
     Ours is also called in the other layout, through `forward`, and with given buffers.
     """
@@ -38,15 +38,11 @@ def measure(contenders: Sequence[Contender]) -> dict[str, float]:
         "hopwell.forward, given buffers": partial(forward, q, k, v, out=out, lse=lse),
     }
     with cudnn_alone():
-        return {name: us for name, call in calls.items() if (us := host_us(call)) is not None}
+        return {name: host_us(call) for name, call in calls.items() if runs(name, call)}
 
 
-def host_us(call: Call) -> float | None:
-    """Median over the rounds of the mean microseconds until a call returns; None if it raises."""
-    try:
-        call()
-    except Exception:  # as in `times`
-        return None
+def host_us(call: Call) -> float:
+    """Median over the rounds of the mean microseconds until a warmed call returns."""
     samples: list[float] = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()

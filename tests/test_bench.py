@@ -160,7 +160,7 @@ def test_errors_of_a_known_size() -> None:
     there = [
         Contender("exact", off(0.0), contenders._first),
         Contender("off", off(0.01), contenders._first),
-        Contender("none", refuses, contenders._first),
+        Contender("none", lambda *_: refuses, contenders._first),
         Contender("cuDNN", _on_the_cpu, lambda out: out.transpose(1, 2)),
     ]
     found = accuracy.errors(cell, there, outliers=False, device="cpu")
@@ -189,9 +189,18 @@ def test_times_leave_out_who_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders, "_sample", sample)
     calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
     found = contenders.times({**calls, "none": refuses})
-    assert order == [*"aabb", *"ab" * contenders.ROUNDS]
+    assert order == [*"aaabbb", *"ab" * contenders.ROUNDS]
     first = 104.0 + contenders.ROUNDS - 1  # the middle of every second number from 104
     assert found == {"a": first, "b": first + 1}
+
+
+def test_ours_may_refuse_only_what_it_has_no_kernel_for() -> None:
+    def absent() -> None:
+        raise NotImplementedError("head_dim is 256")
+
+    assert not contenders.runs("FA3", refuses) and not contenders.runs(OURS, absent)
+    with pytest.raises(RuntimeError, match="no kernel for this"):
+        contenders.runs(OURS, refuses)
 
 
 def test_absent_peers_have_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +221,6 @@ def test_host_time_is_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(host.time, "perf_counter", lambda: next(clock) * 1e-3)
     assert host.host_us(lambda: None) == pytest.approx(1e3 / host.CALLS)
-    assert host.host_us(refuses) is None
     assert "20.0" in drawn(host.table({"hopwell": 20.0, "FA4": 134.0}))
 
 
