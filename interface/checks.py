@@ -360,8 +360,8 @@ def no_capture(kernel: object) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"the current stream captures a CUDA graph, and this process has not loaded {kernel}; "
-            "needs that before the capture; make the same call once, or call hopwell.warmup(), "
-            "ahead of torch.cuda.graph"
+            "needs that before the capture; make the same call once, or "
+            "hopwell.warmup(head_dims=[...]), ahead of torch.cuda.graph"
         )
 
 

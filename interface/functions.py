@@ -297,9 +297,9 @@ def warmup(
     here = not emulated and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
     for spec in specs:
-        call = compiling.launcher(spec, emulated=emulated).call
+        compiling.launcher(spec, emulated=emulated)
         if checks.arch_of(device) == name:
-            _launch_on_one_row(call, dict(spec.facts), device)
+            _forward_of_one_row(dict(spec.facts), device)
     return len(specs)
 
 
@@ -395,14 +395,12 @@ def _make_plan(
     )
 
 
-def _launch_on_one_row(
-    call: Callable[..., None], facts: Mapping[str, Any], device: torch.device
-) -> None:
+def _forward_of_one_row(facts: Mapping[str, Any], device: torch.device) -> None:
     q, v = (
         torch.zeros(1, 1, 1, facts[name], dtype=getattr(torch, facts["dtype"]), device=device)
         for name in ("head_dim", "head_dim_v")
     )
-    call(q, q, v, v.clone(), torch.zeros(1, 1, 1, device=device), 1.0, False)
+    forward(q, q, v, causal=facts["causal"])
 
 
 def _arch(device: torch.device | None) -> str:

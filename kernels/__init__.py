@@ -67,7 +67,7 @@ def forward_function(
         address, and an lse of other extents than q's.
 
     Raises:
-        NotImplementedError, LookupError: as `forward_kernel`.
+        NotImplementedError, LookupError, ValueError: as `forward_kernel`.
     """
     kernel, arguments, options = forward_kernel(arch, facts)
     from .either_layout import EitherLayout

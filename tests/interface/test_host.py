@@ -91,8 +91,8 @@ def test_a_capture_takes_a_loaded_kernel_and_refuses_another(
         compiling.launcher(standin.spec("float16"))
     assert str(raised.value) == (
         "the current stream captures a CUDA graph, and this process has not loaded scaled for "
-        "sm_90a (dtype float16); needs that before the capture; make the same call once, or call "
-        "hopwell.warmup(), ahead of torch.cuda.graph"
+        "sm_90a (dtype float16); needs that before the capture; make the same call once, or "
+        "hopwell.warmup(head_dims=[...]), ahead of torch.cuda.graph"
     )
 
 
@@ -103,6 +103,9 @@ def test_warmup_launches_each_kernel_once_where_it_can_run(
     assert hopwell.warmup("sm_90a", head_dims=[64]) == 4
     assert not launches
     monkeypatch.setattr(checks, "arch_of", lambda _: "sm_90a")
-    assert hopwell.warmup("sm_90a", head_dims=[64]) == 4
-    shapes = [tuple(tensor.shape) for tensor in launches[0][:5]]
-    assert len(launches) == 4 and shapes == [(1, 1, 1, 64)] * 4 + [(1, 1, 1)]
+    assert hopwell.warmup("sm_90a", head_dims=[(80, 40)]) == 4
+    assert len(launches) == 4
+    for *tensors, scale, heads_first in launches:
+        dims = [(1, 1, 1, head_dim) for head_dim in (80, 80, 40, 40)]
+        assert [tuple(tensor.shape) for tensor in tensors] == [*dims, (1, 1, 1)]
+        assert scale == 80**-0.5 and not heads_first
