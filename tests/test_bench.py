@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from rich.console import Console
 from rich.table import Table
 
+import hopwell
 from hopwell.benchmarks import accuracy, contenders, forward, host
 from hopwell.benchmarks.cells import PRESETS, TOKENS, Cell, select
 from hopwell.benchmarks.contenders import OURS, Contender
@@ -58,6 +60,14 @@ def test_the_other_presets() -> None:
         for dims in ("96", "192/128", "80")
         for mask in ("full", "causal")
     ]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_ours_has_a_kernel_for_every_cell(preset: str) -> None:
+    with hopwell.emulate("sm_90a"):
+        for cell in PRESETS[preset]:
+            q, k, v = replace(cell, batch=1, length=2).inputs("cpu")
+            assert not hopwell.supported(q, k, v, causal=cell.causal).reasons
 
 
 def test_select() -> None:
@@ -196,7 +206,7 @@ def test_times_leave_out_who_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ours_may_refuse_only_what_it_has_no_kernel_for() -> None:
     def absent() -> None:
-        raise NotImplementedError("head_dim is 256")
+        raise NotImplementedError("q and k have head_dim 264")
 
     assert not contenders.runs("FA3", refuses) and not contenders.runs(OURS, absent)
     with pytest.raises(RuntimeError, match="no kernel for this"):

@@ -106,13 +106,16 @@ def test_attention_returns_what_forward_does(emulation: Emulation) -> None:
     assert lse.shape == (1, 2, 100) and lse.dtype == torch.float32
 
 
-def test_layout_bhsd(emulation: Emulation) -> None:
-    q, k, v = inputs(SMALL)
+@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (40, 72), (192, 128), (256, 256)])
+def test_layout_bhsd(dims: tuple[int, int], emulation: Emulation) -> None:
+    case = replace(SMALL, head_dim=dims[0], head_dim_v=dims[1])
+    q, k, v = inputs(case)
     out, lse = hopwell.forward(q, k, v, causal=True)
+    assert errors(case, out, lse).fine
     heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
     for seen in (heads_first, [tensor.contiguous() for tensor in heads_first]):
         seen_out, seen_lse = hopwell.forward(*seen, causal=True, layout="bhsd")
-        assert seen_out.shape == (1, 2, 100, 64) and seen_out.is_contiguous()
+        assert seen_out.shape == (1, 2, 100, dims[1]) and seen_out.is_contiguous()
         assert torch.equal(seen_out.transpose(1, 2), out) and torch.equal(seen_lse, lse)
 
 
