@@ -69,6 +69,7 @@ class CacheInfo:
 
 
 _plans: OrderedDict[Any, _Plan] = OrderedDict()
+_counters: dict[tuple[int, int], torch.Tensor] = {}  # of (device, stream): one launch at a time
 
 
 @overload
@@ -197,7 +198,8 @@ def forward(
         return out.zero_(), lse.fill_(-math.inf)
     if records:
         q, k, v = q.detach(), k.detach(), v.detach()
-    arguments = (q, k, v, out, lse, plan.scale if scale is None else scale, plan.heads_first)
+    factor = plan.scale if scale is None else scale
+    arguments = (q, k, v, out, lse, factor, _counter(out.device), plan.heads_first)
     try:
         if emulation is None:
             plan.call(*arguments)
@@ -345,6 +347,22 @@ def clear_cache() -> int:
     _plans.clear()
     compiling.forget()
     return Store(env.cache_dir()).clear()
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    """An int32 that is 0 and stays untouched by others while a kernel on this stream runs.
+
+    A kernel leaves it at 0 again. A CUDA graph has memory of its own, cleared by each replay, which
+    may run beside other launches.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = index, torch.cuda.current_stream(index).cuda_stream
+    counter = _counters.get(key)
+    if counter is None:
+        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return counter
 
 
 def _described(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -30,13 +30,15 @@ def forward_kernel(
 
     Returns:
         (function, arguments, options) for `cute.compile(function, *arguments, options=options)`.
-        The compiled object is called as `(q, k, v, o, lse, scale)`, on the current stream of the
-        TVM-FFI environment:
+        The compiled object is called as `(q, k, v, o, lse, scale, counter)`, on the current stream
+        of the TVM-FFI environment:
             q: (batch, len_q, heads_q, head_dim), o: (batch, len_q, heads_q, head_dim_v),
             k: (batch, len_kv, heads_kv, head_dim), v: (batch, len_kv, heads_kv, head_dim_v),
                 16-byte aligned, last stride 1, the others any multiple of 8 elements, 0 too;
             lse: (batch, heads_q, len_q), float32, contiguous;
-            scale: float, of the sign that the facts say; 0 counts as positive.
+            scale: float, of the sign that the facts say; 0 counts as positive;
+            counter: (1), int32, 0, and 0 again when the kernel ends: two launches that may run at
+                the same time need two.
         No extent may be 0.
 
     Raises:
@@ -61,10 +63,10 @@ def forward_function(
 
     Returns:
         As `forward_kernel`; the compiled object is called as `(q, k, v, o, lse, scale,
-        heads_first)`: with `heads_first` q, k, v and o are (batch, heads, len, head_dim). Before it
-        launches it refuses, with TypeError or ValueError, what the kernel cannot run with, except
-        extents of 0, heads_q that are no multiple of heads_kv, an o with several elements at one
-        address, and an lse of other extents than q's.
+        counter, heads_first)`: with `heads_first` q, k, v and o are (batch, heads, len, head_dim).
+        Before it launches it refuses, with TypeError or ValueError, what the kernel cannot run
+        with, except extents of 0, heads_q that are no multiple of heads_kv, an o with several
+        elements at one address, and an lse of other extents than q's.
 
     Raises:
         NotImplementedError, LookupError, ValueError: as `forward_kernel`.

@@ -4,11 +4,13 @@ Data:    Q, K, V --TMA--> swizzled smem --wgmma--> S in registers --softmax--> P
          --wgmma, V from smem--> O in registers --stmatrix--> the place of Q --TMA--> O.
 Warps:   warpgroup 0 gives its registers away, and one warp of it issues every load; each consumer
          warpgroup owns 64 rows of Q, from the first product to the store.
-Memory:  a slab of Q for each consumer warpgroup, lent to O at the end; a ring each for K and V.
+Memory:  for each consumer warpgroup a slab of Q and, where it fits, one of O, which otherwise gets
+         Q's at the end; a ring each for K and V.
 Overlap: inside a warpgroup, S of the next tile is computed while O takes the last one in, and the
          softmax follows as soon as S is there (FlashAttention-3, section 3.2); between warpgroups,
          they take turns on the tensor cores, so that one's softmax runs under the other's products
          (section 3.1).
+Tiles:   a CTA an SM takes tiles of Q from a queue; the next Q, K and V load while O leaves.
 Order:   K/V tiles are visited from the last to the first. Those that need a mask, at the ragged end
          and on the diagonal, come first; the loop over the others has no mask in it.
 """
@@ -19,7 +21,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
@@ -36,15 +38,17 @@ from ..layouts.hardware import (
     WARPGROUP_WARPS,
     WGMMA_ROWS,
 )
+from ..layouts.opaque import negative
 from ..layouts.smem import allocate, row_major_stages, transposed, view
 from ..pipelines.forward_sm90 import forward_graph
 from ..pipelines.tile_order import TileOrder
+from ..pipelines.tile_queue import NONE, TileQueue
 from ..pipelines.turns import Turns
 from . import ForwardFacts
 from .mask import Mask
 from .online_softmax import OnlineSoftmax, divide_rows, scale_rows
 from .tiles import ELEMENT_BYTES, Tiles, padded_head_dim
-from .wgmma import issue, narrow
+from .wgmma import InSmem, in_registers, issue, narrow
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Args:
     store_o: cute.CopyAtom
     scale: Float32
     order: TileOrder
+    counter: cute.Tensor  # (1), int32: see TileQueue
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,9 @@ class Share:
 
     mma_s: cute.TiledMma
     mma_o: cute.TiledMma
-    tSrQ: cute.Tensor  # (mma, m, k), its 64 rows
-    tSrK: cute.Tensor  # (mma, n, k, stage)
-    tOrV: cute.Tensor  # (mma, n, k, stage)
+    tSrQ: InSmem  # (mma, m, k), its 64 rows
+    tSrK: InSmem  # (mma, n, k, stage)
+    tOrV: InSmem  # (mma, n, k, stage)
     tOrP: cute.Tensor  # (mma, m, k), registers
     acc_O: cute.Tensor  # float32, not divided by l
     softmax: OnlineSoftmax
@@ -97,7 +102,6 @@ class FwdSm90:
     def __init__(self, facts: ForwardFacts, tiles: Tiles) -> None:
         self.facts = facts
         self.tiles = tiles
-        self.persistent = tiles.persistent and not facts.causal
         self.dtype = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}[facts.dtype]
         columns, columns_v = padded_head_dim(facts.head_dim), padded_head_dim(facts.head_dim_v)
         self.shape_q = (WGMMA_ROWS, columns)
@@ -135,6 +139,7 @@ class FwdSm90:
             bshd(len_q, heads_q, self.facts.head_dim_v),
             make_fake_compact_tensor(Float32, (batch, heads_q, len_q), stride_order=(2, 1, 0)),
             Float32(1.0),
+            make_fake_compact_tensor(Int32, (1,)),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -166,6 +171,7 @@ class FwdSm90:
         o: cute.Tensor,  # (batch, len_q, heads_q, head_dim_v)
         lse: cute.Tensor,  # (batch, heads_q, len_q), float32
         scale: Float32,
+        counter: cute.Tensor,  # (1), int32: 0, and 0 again when the kernel ends
         stream,
     ):
         layouts = self.smem_layouts()
@@ -182,9 +188,10 @@ class FwdSm90:
             section=self.sequences_in_l2(q, k),
             longest_first=self.facts.causal,
         )
-        args = Args(tma_q, tma_k, tma_v, tma_o, lse, load_q, load_k, load_v, store_o, scale, order)
+        coordinates, atoms = (tma_q, tma_k, tma_v, tma_o), (load_q, load_k, load_v, store_o)
+        args = Args(*coordinates, lse, *atoms, scale, order, counter)
         self.kernel(args).launch(
-            grid=[cutlass.min(order.count, SMS) if self.persistent else order.count, 1, 1],
+            grid=[cutlass.min(order.count, SMS), 1, 1],
             block=[self.graph.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -211,11 +218,12 @@ class FwdSm90:
         smem, layouts, tiles = SmemAllocator(), self.smem_layouts(), self.tiles
         barriers = smem.allocate_array(cutlass.Int64, self.graph.mbarriers)
         elements = tiles.consumer_warpgroups * tiles.slab_elements
+        queue = TileQueue.create(args.order, args.counter, smem)
         slabs = allocate(smem, self.dtype, elements)
         sQ = view(slabs, layouts.q)
-        if const_expr(self.persistent):
+        if const_expr(tiles.o_apart):
             slabs = allocate(smem, self.dtype, elements)
-        sO = view(slabs, layouts.o)  # in the place of Q, unless the next Q is on its way there
+        sO = view(slabs, layouts.o)
         sK = view(allocate(smem, self.dtype, cute.cosize(layouts.k)), layouts.k)
         sV = view(allocate(smem, self.dtype, cute.cosize(layouts.v)), layouts.v)
         edges = self.graph.build(barriers)
@@ -225,27 +233,31 @@ class FwdSm90:
         if warp_index < WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(tiles.registers_load)
             if warp_index == 0:
-                self.load(args, edges, sQ, sK, sV)
+                self.load(args, edges, queue, sQ, sK, sV)
         else:
             cute.arch.setmaxregister_increase(tiles.registers_consume)
-            self.consume(args, edges, sQ, sK, sV, sO)
+            self.consume(args, edges, queue, sQ, sK, sV, sO)
 
     def mask(self, args: Args) -> Mask:
         """Causal is a right bound of 0."""
         return Mask(args.q.shape[0], args.k.shape[0], Int32(0) if self.facts.causal else None)
 
     @cute.jit
-    def load(self, args: Args, edges, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor):
+    def load(
+        self, args: Args, edges, queue: TileQueue, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor
+    ):
         """The producer warp: Q, then K and V from the last tile to the first, K one tile ahead."""
         tile_q, groups = self.tiles.tile_q, self.tiles.consumer_warpgroups
-        load_q, load_k, load_v = (
-            edge.make_producer() for edge in (edges.load_q, edges.load_k, edges.load_v)
+        load_tile, load_q, load_k, load_v = (
+            edge.make_producer()
+            for edge in (edges.load_tile, edges.load_q, edges.load_k, edges.load_v)
         )
         gqa_group = args.q.shape[2] // args.k.shape[2]
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        for number in cutlass.range(block, args.order.count, blocks, unroll=1):
+        number, _, _ = cute.arch.block_idx()
+        while number < args.order.count:
+            drawn = queue.draw()
             q_tile, head, batch = args.order.locate(number)
+            load_tile = queue.post(load_tile, q_tile, head, batch)
             head_kv = head // gqa_group
             gQ = cute.local_tile(args.q[None, None, head, batch], self.shape_q, (None, 0))
             gK = cute.local_tile(args.k[None, None, head_kv, batch], self.shape_k, (None, 0))
@@ -270,11 +282,15 @@ class FwdSm90:
                     tile, slot = tVgV[None, kv_end - step], tVsV[None, stage.index]
                     cute.copy(args.load_v, tile, slot, tma_bar_ptr=stage.barrier)
 
+            number = queue.number(drawn)
+        queue.post(load_tile, Int32(NONE), Int32(0), Int32(0))
+
     @cute.jit
     def consume(
         self,
         args: Args,
         edges,
+        queue: TileQueue,
         sQ: cute.Tensor,
         sK: cute.Tensor,
         sV: cute.Tensor,
@@ -283,15 +299,14 @@ class FwdSm90:
         """A consumer warpgroup: products, softmax and store of its 64 rows of each Q tile."""
         tile_q = self.tiles.tile_q
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPGROUP_WARPS - 1)
-        load_q, load_k, load_v = (
-            edge.make_consumer() for edge in (edges.load_q, edges.load_k, edges.load_v)
+        load_tile, load_q, load_k, load_v = (
+            edge.make_consumer()
+            for edge in (edges.load_tile, edges.load_q, edges.load_k, edges.load_v)
         )
         share = self.share(args, group, sQ, sK, sV)
         share.turns.open()
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        for number in cutlass.range(block, args.order.count, blocks, unroll=1):
-            q_tile, head, batch = args.order.locate(number)
+        q_tile, head, batch, load_tile = queue.read(load_tile)
+        while q_tile != NONE:
             mask = self.mask(args)
             rows = Rows(q_tile * tile_q + group * WGMMA_ROWS, head, batch, mask)
             share.softmax.reset()
@@ -302,21 +317,27 @@ class FwdSm90:
                 # The first tile may be ragged, whatever kv_full says: masked in any case.
                 load_k = self.first_scores(share, rows, load_k, kv_end - 1)
                 masked = cutlass.max(kv_end - kv_full, 1)
+                k_there = Boolean(False)
                 if const_expr(self.facts.causal):
                     for step in cutlass.range(1, masked, unroll=1):
                         tile = kv_end - 1 - step
-                        load_k, load_v = self.step(share, rows, load_k, load_v, tile, masked=True)
+                        load_k, load_v, k_there = self.step(
+                            share, rows, load_k, load_v, k_there, tile, masked=True
+                        )
                 for step in cutlass.range(masked, kv_end, unroll=1):
                     tile = kv_end - 1 - step
-                    load_k, load_v = self.step(share, rows, load_k, load_v, tile, masked=False)
-            if const_expr(self.persistent):
+                    load_k, load_v, k_there = self.step(
+                        share, rows, load_k, load_v, k_there, tile, masked=False
+                    )
+            if const_expr(self.tiles.o_apart):
                 slab.release()  # every score is there
             if kv_end > 0:
                 load_v = self.last_product(share, load_v)
             self.store(args, share, rows, sO)
-            if const_expr(not self.persistent):
+            if const_expr(not self.tiles.o_apart):
                 slab.release()  # only now: O was there
-        if const_expr(self.persistent):
+            q_tile, head, batch, load_tile = queue.read(load_tile)
+        if const_expr(self.tiles.o_apart):
             self.stored(share)
 
     def share(self, args, group, sQ, sK, sV) -> Share:
@@ -330,9 +351,9 @@ class FwdSm90:
         return Share(
             mma_s=mma_s,
             mma_o=mma_o,
-            tSrQ=any_s.make_fragment_A(any_s.partition_A(sQ))[None, None, None, group],
-            tSrK=any_s.make_fragment_B(any_s.partition_B(sK)),
-            tOrV=any_o.make_fragment_B(any_o.partition_B(transposed(sV))),
+            tSrQ=InSmem.of(any_s.make_fragment_A(any_s.partition_A(sQ))[None, None, None, group]),
+            tSrK=InSmem.of(any_s.make_fragment_B(any_s.partition_B(sK))),
+            tOrV=InSmem.of(any_o.make_fragment_B(any_o.partition_B(transposed(sV)))),
             tOrP=cute.make_rmem_tensor(p_layout, self.dtype),
             acc_O=accumulator(mma_o, self.shape_o, Float32),
             softmax=OnlineSoftmax.create(2, args.scale, self.facts.negative_scale),
@@ -346,7 +367,7 @@ class FwdSm90:
         """P of the last K/V tile; no O to rescale yet."""
         acc_S = accumulator(share.mma_s, self.shape_s, Float32)
         k = load_k.wait_and_advance()
-        issue(share.mma_s, acc_S, share.tSrQ, share.tSrK[None, None, None, k.index], False)
+        issue(share.mma_s, acc_S, share.tSrQ.steps(), share.tSrK.stage(k.index).steps(), False)
         warpgroup.wait_group(0)
         k.release()
         self.apply_mask(share, rows, acc_S, kv_tile)
@@ -356,32 +377,48 @@ class FwdSm90:
 
     @cute.jit
     def step(
-        self, share: Share, rows: Rows, load_k, load_v, kv_tile: Int32, masked: cutlass.Constexpr
+        self,
+        share: Share,
+        rows: Rows,
+        load_k,
+        load_v,
+        k_there: Boolean,
+        kv_tile: Int32,
+        masked: cutlass.Constexpr,
     ):
-        """P of `kv_tile`, while O takes in the tile after it."""
+        """P of `kv_tile`, while O takes in the tile after it; k_there: its K was seen already."""
         acc_S = accumulator(share.mma_s, self.shape_s, Float32)
-        k = load_k.wait_and_advance()
+        k = load_k.wait_and_advance(k_there)
         share.turns.wait()
-        issue(share.mma_s, acc_S, share.tSrQ, share.tSrK[None, None, None, k.index], False)
-        v = load_v.wait_and_advance()
-        issue(share.mma_o, share.acc_O, share.tOrP, share.tOrV[None, None, None, v.index], True)
+        issue(share.mma_s, acc_S, share.tSrQ.steps(), share.tSrK.stage(k.index).steps(), False)
+        v = load_v.wait_and_advance(load_v.try_wait())
+        P, V = in_registers(share.tOrP), share.tOrV.stage(v.index).steps()
+        issue(share.mma_o, share.acc_O, P, V, True)
         share.turns.release()
         warpgroup.wait_group(1)  # S is there
         k.release()
         if const_expr(masked):
             self.apply_mask(share, rows, acc_S, kv_tile)
         alpha = share.softmax.step(rows_by_columns(acc_S))
+        # Never. But memory operations stay in order, and this one needs alpha: without it ptxas may
+        # put the wait for O before all exponentials, 10 % slower at head_dim 128 (H200).
+        if negative(alpha[0]):
+            k.release()
+        k_there = Boolean(False)
+        if kv_tile > 0:
+            k_there = load_k.try_wait()
         warpgroup.wait_group(0)  # O is there, P is read
         v.release()
         narrow(acc_S, share.tOrP)
         scale_rows(rows_by_columns(share.acc_O), alpha)
-        return load_k, load_v
+        return load_k, load_v, k_there
 
     @cute.jit
     def last_product(self, share: Share, load_v):
         """O takes in the first K/V tile."""
         v = load_v.wait_and_advance()
-        issue(share.mma_o, share.acc_O, share.tOrP, share.tOrV[None, None, None, v.index], True)
+        P, V = in_registers(share.tOrP), share.tOrV.stage(v.index).steps()
+        issue(share.mma_o, share.acc_O, P, V, True)
         warpgroup.wait_group(0)
         v.release()
         return load_v
@@ -417,7 +454,7 @@ class FwdSm90:
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, share.mma_o).get_slice(share.thread)
         first, threads = self.graph.barrier("store_o")
-        if const_expr(self.persistent):
+        if const_expr(self.tiles.o_apart):
             self.stored(share)  # the last O has left
         cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)  # Q is read
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO[None, None, share.group]))
@@ -429,7 +466,7 @@ class FwdSm90:
             slab = tOgO[None, rows.first // WGMMA_ROWS]
             cute.copy(args.store_o, tOsO[None, share.group], slab)
             cute.arch.cp_async_bulk_commit_group()
-        if const_expr(not self.persistent):
+        if const_expr(not self.tiles.o_apart):
             self.stored(share)  # before the slab is lent again
 
     @cute.jit

@@ -49,9 +49,9 @@ class Tiles:
     registers_consume: int  # per thread of a consumer warpgroup
     ping_pong: bool  # consumer warpgroups take turns on the tensor cores
     reason: str
-    # Without a causal mask: one CTA an SM takes tiles in turn, and loads the next Q while O leaves
-    # from a slab of its own. Under a causal mask fixed turns would leave SMs idle at the end.
-    persistent: bool = False
+    o_apart: bool = (
+        False  # O leaves from a slab of its own, not from Q's: the next Q loads meanwhile
+    )
 
     def __post_init__(self) -> None:
         if self.arch not in SMEM_BYTES:
@@ -119,7 +119,7 @@ class Tiles:
     def smem_bytes(self) -> int:
         """Shared memory of one CTA."""
         slabs = self.consumer_warpgroups * self.slab_elements * ELEMENT_BYTES
-        if self.persistent:
+        if self.o_apart:
             slabs *= 2
         rings = self.stages_k * self.k_bytes + self.stages_v * self.v_bytes
         return BARRIER_BYTES + slabs + rings
@@ -145,7 +145,7 @@ FORWARD: tuple[Tiles, ...] = (
         registers_load=32,
         registers_consume=160,
         ping_pong=True,
-        persistent=True,
+        o_apart=True,
         reason="S, P and O take 128 registers a thread: a third warpgroup fits, 9 to 27 % faster "
         "than two at 4k and 16k; ping-pong is worth 3 to 5 % (H200, benchmarks/NOTES.md)",
     ),
@@ -160,7 +160,7 @@ FORWARD: tuple[Tiles, ...] = (
         registers_load=32,
         registers_consume=160,
         ping_pong=True,
-        persistent=True,
+        o_apart=True,
         reason="S, P and O take 132 registers: a third warpgroup fits as at 64; "
         "at tile_kv 128 it spills 48 to 96 bytes, from head_dim 72 on. 158 KiB",
     ),
@@ -175,7 +175,7 @@ FORWARD: tuple[Tiles, ...] = (
         registers_load=40,
         registers_consume=232,
         ping_pong=True,
-        persistent=True,
+        o_apart=True,
         reason="as 128 but for the producer: with 24 registers it spills 8 bytes (CUDA 13.4, "
         "causal), because a tile of 112 columns is seven boxes",
     ),
@@ -190,7 +190,7 @@ FORWARD: tuple[Tiles, ...] = (
         registers_load=24,
         registers_consume=240,
         ping_pong=True,
-        persistent=True,
+        o_apart=True,
         reason="193 KiB; S, P and O take 160 registers: a third warpgroup (160 each) would spill",
     ),
     Tiles(

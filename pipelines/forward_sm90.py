@@ -1,11 +1,13 @@
 """The pipeline graph of the Hopper forward kernel.
 
       warpgroup 0: load                       warpgroups 1..n: consume, 64 rows of Q each
-     +------------------+   load_q  (1)      +--------------------------------------------+
-     | warp 0           | -----------------> | S = Q K^T   (wgmma, both from smem)        |
-     |   TMA: Q, K, V   |   load_k  (ring)   | P = softmax (registers)                    |
-     | warps 1..3 idle  | -----------------> | O += P V    (wgmma, P from registers)      |
-     |                  |   load_v  (ring)   | O / l -> the place of Q -> TMA store       |
+     +------------------+   load_tile (1)    +--------------------------------------------+
+     | warp 0           | -----------------> | for each tile of Q:                        |
+     |   draws tiles    |   load_q    (1)    |   S = Q K^T   (wgmma, both from smem)      |
+     |   TMA: Q, K, V   | -----------------> |   P = softmax (registers)                  |
+     | warps 1..3 idle  |   load_k    (ring) |   O += P V    (wgmma, P from registers)    |
+     |                  | -----------------> |   O / l -> its slab -> TMA store           |
+     |                  |   load_v    (ring) |                                            |
      +------------------+ -----------------> +--------------------------------------------+
                                                mma_turn: ping-pong between the warpgroups
                                                store_o:  the four warps of one warpgroup
@@ -16,6 +18,7 @@ V of the same tile, and the two differ in bytes when head_dim_v is not head_dim.
 
 from ..layouts.hardware import WARPGROUP_THREADS, WARPGROUP_WARPS
 from .graph import Edge, Graph, Rendezvous, Role
+from .tile_queue import TILE_BYTES
 
 
 def forward_graph(
@@ -38,6 +41,7 @@ def forward_graph(
             Role("consume", consumers, consumer_warps, registers_consume),
         ),
         edges=(
+            Edge("load_tile", "load", "consume", 1, TILE_BYTES, by_threads=True),
             Edge("load_q", "load", "consume", 1, q_bytes),
             Edge("load_k", "load", "consume", stages_k, k_bytes),
             Edge("load_v", "load", "consume", stages_v, v_bytes),

