@@ -255,7 +255,6 @@ class FwdSm90:
         gqa_group = args.q.shape[2] // args.k.shape[2]
         number, _, _ = cute.arch.block_idx()
         while number < args.order.count:
-            drawn = queue.draw()
             q_tile, head, batch = args.order.locate(number)
             load_tile = queue.post(load_tile, q_tile, head, batch)
             head_kv = head // gqa_group
@@ -282,7 +281,7 @@ class FwdSm90:
                     tile, slot = tVgV[None, kv_end - step], tVsV[None, stage.index]
                     cute.copy(args.load_v, tile, slot, tma_bar_ptr=stage.barrier)
 
-            number = queue.number(drawn)
+            number = queue.draw()
         queue.post(load_tile, Int32(NONE), Int32(0), Int32(0))
 
     @cute.jit
