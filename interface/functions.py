@@ -20,6 +20,7 @@ from typing import Any, Literal, overload
 import torch
 
 from ..kernels import ForwardFacts, forward_function
+from ..kernels.tiles import SHORT_LEN_Q, forward_tiles
 from . import checks, env
 from . import compile as compiling
 from .cache import Entry, Store
@@ -232,7 +233,8 @@ def supported(
     )
     if problems:
         return Support(False, tuple(problem.text for problem in problems), "", False)
-    spec = forward_spec(_arch(q.device), _facts(q, v, scale, causal))
+    arch = _arch(q.device)
+    spec = forward_spec(arch, _facts(arch, q, v, scale=scale, causal=causal, layout=layout))
     return Support(True, (), str(spec), compiling.ready(spec))
 
 
@@ -278,7 +280,7 @@ def warmup(
 ) -> int:
     """Have kernels compiled and loaded in this process, so that no later call waits for it.
 
-    On a GPU each is launched once, on one row: CUDA loads its code then, and from then on calls may
+    On a GPU each is launched once, on little: CUDA loads its code then, and from then on calls may
     be captured in a CUDA graph.
 
     Args:
@@ -301,7 +303,7 @@ def warmup(
     for spec in specs:
         compiling.launcher(spec, emulated=emulated)
         if checks.arch_of(device) == name:
-            _forward_of_one_row(dict(spec.facts), device)
+            _launch(dict(spec.facts), device)
     return len(specs)
 
 
@@ -357,8 +359,7 @@ def _counter(device: torch.device) -> torch.Tensor:
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    key = index, torch.cuda.current_stream(index).cuda_stream
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     counter = _counters.get(key)
     if counter is None:
         counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
@@ -400,7 +401,9 @@ def _make_plan(
     lse_shape = (q.shape[0], q.shape[heads], q.shape[sequence])
     call = None
     if math.prod(out_shape) and k.shape[sequence]:
-        spec = forward_spec(_arch(q.device), _facts(q, v, scale, causal))
+        arch = _arch(q.device)
+        facts = _facts(arch, q, v, scale=scale, causal=causal, layout=layout)
+        spec = forward_spec(arch, facts)
         call = compiling.launcher(spec, emulated=active() is not None).call
     return _Plan(
         out_shape=out_shape,
@@ -413,12 +416,14 @@ def _make_plan(
     )
 
 
-def _forward_of_one_row(facts: Mapping[str, Any], device: torch.device) -> None:
-    q, v = (
-        torch.zeros(1, 1, 1, facts[name], dtype=getattr(torch, facts["dtype"]), device=device)
-        for name in ("head_dim", "head_dim_v")
+def _launch(facts: Mapping[str, Any], device: torch.device) -> None:
+    """Run the kernel of these facts on one head, as few queries as it serves."""
+    len_q = 1 if facts["short"] or not facts["causal"] else SHORT_LEN_Q + 1
+    q, k, v = (
+        torch.zeros(1, length, 1, facts[name], dtype=getattr(torch, facts["dtype"]), device=device)
+        for length, name in ((len_q, "head_dim"), (1, "head_dim"), (1, "head_dim_v"))
     )
-    forward(q, q, v, causal=facts["causal"])
+    forward(q, k, v, causal=facts["causal"])
 
 
 def _arch(device: torch.device | None) -> str:
@@ -433,14 +438,20 @@ def _arch(device: torch.device | None) -> str:
     return checks.arch(checks.arch_of(device))
 
 
-def _facts(q: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool) -> ForwardFacts:
-    return ForwardFacts(
-        dtype=_DTYPE_NAMES[q.dtype],
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        causal=causal,
-        negative_scale=scale is not None and scale < 0,
-    )
+def _facts(
+    arch: str,
+    q: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None,
+    causal: bool,
+    layout: Layout,
+) -> ForwardFacts:
+    dims = q.shape[3], v.shape[3]
+    len_q = q.shape[1 if layout == "bshd" else 2]
+    short = causal and len_q <= SHORT_LEN_Q and forward_tiles(arch, *dims, short=True).short
+    negative = scale is not None and scale < 0
+    return ForwardFacts(_DTYPE_NAMES[q.dtype], *dims, causal, negative, short)
 
 
 def forward_spec(arch: str, facts: ForwardFacts) -> compiling.Spec:
@@ -457,6 +468,7 @@ def _variants(
 ) -> list[compiling.Spec]:
     shapes = checks.head_dims(head_dims)
     return [
-        forward_spec(arch, ForwardFacts(_DTYPE_NAMES[dtype], *dims, masked, negative))
+        forward_spec(arch, ForwardFacts(_DTYPE_NAMES[dtype], *dims, masked, negative, short))
         for dtype, dims, masked, negative in product(dtypes, shapes, causal, negative_scale)
+        for short in {False, masked and forward_tiles(arch, *dims, short=True).short}
     ]

@@ -106,15 +106,19 @@ def resources(arch: str, head_dims: Sequence[Any]) -> list[dict[str, Any]]:
 
     rows = [(row.head_dim, row.head_dim_v) for row in FORWARD if row.arch == arch]
     store, found = Store(env.cache_dir()), []
-    for dims, causal in product(checks.head_dims(head_dims or rows), (False, True)):
-        spec = forward_spec(arch, ForwardFacts("bfloat16", *dims, causal))
+    dims_there = dict.fromkeys(checks.head_dims(head_dims or rows))
+    for dims, (causal, short) in product(dims_there, ((False, False), (True, False), (True, True))):
+        tiles = forward_tiles(arch, *dims, short=short)
+        if tiles.short != short:
+            continue
+        spec = forward_spec(arch, ForwardFacts("bfloat16", *dims, causal, short=short))
         (used,) = compiling.save(spec, store).facts["resources"].values()
-        tiles = forward_tiles(arch, *dims)
         found.append(
             {
                 "head_dim": tiles.head_dim,
                 "head_dim_v": tiles.head_dim_v,
                 "causal": causal,
+                "short": short,
                 "tile_q": tiles.tile_q,
                 "tile_kv": tiles.tile_kv,
                 "stages_k": tiles.stages_k,

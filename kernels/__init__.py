@@ -17,6 +17,7 @@ class ForwardFacts:
     head_dim_v: int  # of v and o
     causal: bool  # a right bound on the keys exists (bottom-right aligned)
     negative_scale: bool = False  # scale < 0: the largest score is at the smallest product
+    short: bool = False  # causal, at most SHORT_LEN_Q queries, and a row of tiles for such
 
 
 def forward_kernel(
@@ -51,7 +52,7 @@ def forward_kernel(
     from .fwd_sm90 import FwdSm90
     from .tiles import forward_tiles
 
-    tiles = forward_tiles(arch, facts.head_dim, facts.head_dim_v)
+    tiles = forward_tiles(arch, facts.head_dim, facts.head_dim_v, facts.short)
     kernel = FwdSm90(facts, tiles)
     return kernel, kernel.fake_arguments(), f"--enable-tvm-ffi --gpu-arch {arch}"
 

@@ -18,6 +18,7 @@ from ..layouts.hardware import (
 )
 
 HEAD_DIMS = range(8, 257, 8)  # 16 bytes are what TMA's strides count in; 256, what registers hold
+SHORT_LEN_Q = 1024  # queries of up to so many rows are short
 ELEMENT_BYTES = 2  # fp16 and bf16
 BARRIER_BYTES = SWIZZLE_BYTES  # mbarriers, and the gap up to the first swizzled buffer
 
@@ -49,9 +50,8 @@ class Tiles:
     registers_consume: int  # per thread of a consumer warpgroup
     ping_pong: bool  # consumer warpgroups take turns on the tensor cores
     reason: str
-    o_apart: bool = (
-        False  # O leaves from a slab of its own, not from Q's: the next Q loads meanwhile
-    )
+    short: bool = False  # serves short queries under a causal mask, and no others
+    o_apart: bool = False  # O has a slab of its own: the next Q loads while O leaves
 
     def __post_init__(self) -> None:
         if self.arch not in SMEM_BYTES:
@@ -146,8 +146,24 @@ FORWARD: tuple[Tiles, ...] = (
         registers_consume=160,
         ping_pong=True,
         o_apart=True,
-        reason="S, P and O take 128 registers a thread: a third warpgroup fits, 9 to 27 % faster "
+        reason="S, P and O take 128 registers a thread: a third warpgroup fits, 4 to 27 % faster "
         "than two at 4k and 16k; ping-pong is worth 3 to 5 % (H200, benchmarks/NOTES.md)",
+    ),
+    Tiles(
+        arch="sm_90a",
+        head_dim=64,
+        head_dim_v=64,
+        tile_kv=128,
+        consumer_warpgroups=2,
+        stages_k=2,
+        stages_v=2,
+        registers_load=40,
+        registers_consume=232,
+        ping_pong=True,
+        o_apart=True,
+        short=True,
+        reason="of short queries 192 rows waste more on the diagonal and at the end than 128: "
+        "17 % faster at 512 and 1k, the same at 2k (H200)",
     ),
     Tiles(
         arch="sm_90a",
@@ -237,18 +253,20 @@ FORWARD: tuple[Tiles, ...] = (
 )
 
 
-def forward_tiles(arch: str, head_dim: int, head_dim_v: int) -> Tiles:
+def forward_tiles(arch: str, head_dim: int, head_dim_v: int, short: bool = False) -> Tiles:
     """The smallest forward row that holds these head dims, as the tiles of exactly these.
+
+    With `short`, the one for short queries under a causal mask, if there is one of that size.
 
     Raises LookupError, listing the rows there are, when none of them does; ValueError when one
     holds them but they are no multiples of 8.
     """
-    rows = [row for row in FORWARD if row.arch == arch]
+    rows = [row for row in FORWARD if row.arch == arch and row.short <= short]
     holds = [row for row in rows if row.head_dim >= head_dim and row.head_dim_v >= head_dim_v]
     if not holds:
         raise LookupError(
             f"no forward tiles for {arch} at head_dim={head_dim}, head_dim_v={head_dim_v}; "
             f"its rows go up to {[(row.head_dim, row.head_dim_v) for row in rows]}"
         )
-    smallest = min(holds, key=lambda row: row.head_dim + row.head_dim_v)
+    smallest = min(holds, key=lambda row: (row.head_dim + row.head_dim_v, not row.short))
     return replace(smallest, head_dim=head_dim, head_dim_v=head_dim_v)
