@@ -121,6 +121,7 @@ def resources(arch: str, head_dims: Sequence[Any]) -> list[dict[str, Any]]:
                 "short": short,
                 "tile_q": tiles.tile_q,
                 "tile_kv": tiles.tile_kv,
+                "stages_q": tiles.stages_q,
                 "stages_k": tiles.stages_k,
                 "stages_v": tiles.stages_v,
                 "smem_bytes": tiles.smem_bytes,

@@ -1,11 +1,10 @@
 """Forward on Hopper: O = softmax(scale Q K^T) V and its LSE, a tile of Q rows at a time.
 
 Data:    Q, K, V --TMA--> swizzled smem --wgmma--> S in registers --softmax--> P in registers
-         --wgmma, V from smem--> O in registers --stmatrix--> the place of Q --TMA--> O.
+         --wgmma, V from smem--> O in registers --> O.
 Warps:   warpgroup 0 gives its registers away, and one warp of it issues every load; each consumer
          warpgroup owns 64 rows of Q, from the first product to the store.
-Memory:  for each consumer warpgroup a slab of Q and, where it fits, one of O, which otherwise gets
-         Q's at the end; a ring each for K and V.
+Memory:  a ring each for Q, K and V; a stage of Q is a slab for each consumer warpgroup.
 Overlap: inside a warpgroup, S of the next tile is computed while O takes the last one in, and the
          softmax follows as soon as S is there (FlashAttention-3, section 3.2); between warpgroups,
          they take turns on the tensor cores, so that one's softmax runs under the other's products
@@ -22,7 +21,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -31,9 +30,9 @@ from ..layouts.fragments import accumulator, as_operand_a, offsets, origin, rows
 from ..layouts.gmem import sequence_first, tma_tiles
 from ..layouts.hardware import (
     L2_BYTES,
+    OCTET,
     SMS,
     TMA_ALIGNMENT_BYTES,
-    WARP_THREADS,
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
     WGMMA_ROWS,
@@ -53,17 +52,16 @@ from .wgmma import InSmem, in_registers, issue, narrow
 
 @dataclass(frozen=True)
 class Args:
-    """What crosses from host to device. q, k, v and o are coordinates for their TMA atoms."""
+    """What crosses from host to device. q, k and v are coordinates for their TMA atoms."""
 
     q: cute.Tensor  # (len_q, head_dim, heads_q, batch)
     k: cute.Tensor  # (len_kv, head_dim, heads_kv, batch)
     v: cute.Tensor  # (len_kv, head_dim_v, heads_kv, batch)
-    o: cute.Tensor  # (len_q, head_dim_v, heads_q, batch)
+    o: cute.Tensor  # (len_q, head_dim_v, heads_q, batch), global
     lse: cute.Tensor  # (batch, heads_q, len_q), float32
     load_q: cute.CopyAtom
     load_k: cute.CopyAtom
     load_v: cute.CopyAtom
-    store_o: cute.CopyAtom
     scale: Float32
     order: TileOrder
     counter: cute.Tensor  # (1), int32: see TileQueue
@@ -75,7 +73,7 @@ class Share:
 
     mma_s: cute.TiledMma
     mma_o: cute.TiledMma
-    tSrQ: InSmem  # (mma, m, k), its 64 rows
+    tSrQ: InSmem  # (mma, m, k, slab)
     tSrK: InSmem  # (mma, n, k, stage)
     tOrV: InSmem  # (mma, n, k, stage)
     tOrP: cute.Tensor  # (mma, m, k), registers
@@ -94,6 +92,7 @@ class Rows:
     head: Int32
     batch: Int32
     mask: Mask
+    tSrQ: InSmem  # (mma, m, k)
 
 
 class FwdSm90:
@@ -111,6 +110,7 @@ class FwdSm90:
         self.shape_s = (WGMMA_ROWS, tiles.tile_kv)
         self.graph = forward_graph(
             consumer_warpgroups=tiles.consumer_warpgroups,
+            stages_q=tiles.stages_q,
             stages_k=tiles.stages_k,
             stages_v=tiles.stages_v,
             q_bytes=tiles.q_bytes,
@@ -144,13 +144,12 @@ class FwdSm90:
         )
 
     def smem_layouts(self) -> SimpleNamespace:
-        """(rows, columns, stages) of each buffer; a stage of q and o is one warpgroup's slab."""
-        groups, slab = self.tiles.consumer_warpgroups, self.tiles.slab_elements
+        """(rows, columns, stages) of each ring; of q (rows, columns, slabs)."""
+        slabs = self.tiles.stages_q * self.tiles.consumer_warpgroups
         return SimpleNamespace(
-            q=row_major_stages(self.dtype, self.shape_q, groups, slab),
+            q=row_major_stages(self.dtype, self.shape_q, slabs),
             k=row_major_stages(self.dtype, self.shape_k, self.tiles.stages_k),
             v=row_major_stages(self.dtype, self.shape_v, self.tiles.stages_v),
-            o=row_major_stages(self.dtype, self.shape_o, groups, slab),
         )
 
     def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
@@ -175,11 +174,9 @@ class FwdSm90:
         stream,
     ):
         layouts = self.smem_layouts()
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        load_q, tma_q = self.tma(load, q, layouts.q, self.shape_q)
-        load_k, tma_k = self.tma(load, k, layouts.k, self.shape_k)
-        load_v, tma_v = self.tma(load, v, layouts.v, self.shape_v)
-        store_o, tma_o = self.tma(store, o, layouts.o, self.shape_o)
+        load_q, tma_q = self.tma(q, layouts.q, self.shape_q)
+        load_k, tma_k = self.tma(k, layouts.k, self.shape_k)
+        load_v, tma_v = self.tma(v, layouts.v, self.shape_v)
         batch, len_q, heads_q, _ = q.shape
         order = TileOrder(
             q_tiles=cute.ceil_div(len_q, self.tiles.tile_q),
@@ -188,8 +185,8 @@ class FwdSm90:
             section=self.sequences_in_l2(q, k),
             longest_first=self.facts.causal,
         )
-        coordinates, atoms = (tma_q, tma_k, tma_v, tma_o), (load_q, load_k, load_v, store_o)
-        args = Args(*coordinates, lse, *atoms, scale, order, counter)
+        tensors, atoms = (tma_q, tma_k, tma_v, sequence_first(o), lse), (load_q, load_k, load_v)
+        args = Args(*tensors, *atoms, scale, order, counter)
         self.kernel(args).launch(
             grid=[cutlass.min(order.count, SMS), 1, 1],
             block=[self.graph.threads, 1, 1],
@@ -203,27 +200,23 @@ class FwdSm90:
         heads_kv = Int32(L2_BYTES // key_bytes) // k.shape[1]
         return cutlass.max(heads_kv, 1) * (q.shape[2] // k.shape[2])
 
-    def tma(self, op, tensor: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]):
+    def tma(self, tensor: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]):
         """(atom, coordinates) for one stage of `layout`; boxes are clipped at sequence and head."""
         stage = cute.select(layout, mode=[0, 1])
-        return cpasync.make_tiled_tma_atom(op, sequence_first(tensor), stage, shape)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        return cpasync.make_tiled_tma_atom(load, sequence_first(tensor), stage, shape)
 
     @cute.kernel
     def kernel(self, args: Args):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
-            for atom in (args.load_q, args.load_k, args.load_v, args.store_o):
+            for atom in (args.load_q, args.load_k, args.load_v):
                 cpasync.prefetch_descriptor(atom)
 
         smem, layouts, tiles = SmemAllocator(), self.smem_layouts(), self.tiles
         barriers = smem.allocate_array(cutlass.Int64, self.graph.mbarriers)
-        elements = tiles.consumer_warpgroups * tiles.slab_elements
         queue = TileQueue.create(args.order, args.counter, smem)
-        slabs = allocate(smem, self.dtype, elements)
-        sQ = view(slabs, layouts.q)
-        if const_expr(tiles.o_apart):
-            slabs = allocate(smem, self.dtype, elements)
-        sO = view(slabs, layouts.o)
+        sQ = view(allocate(smem, self.dtype, cute.cosize(layouts.q)), layouts.q)
         sK = view(allocate(smem, self.dtype, cute.cosize(layouts.k)), layouts.k)
         sV = view(allocate(smem, self.dtype, cute.cosize(layouts.v)), layouts.v)
         edges = self.graph.build(barriers)
@@ -236,7 +229,7 @@ class FwdSm90:
                 self.load(args, edges, queue, sQ, sK, sV)
         else:
             cute.arch.setmaxregister_increase(tiles.registers_consume)
-            self.consume(args, edges, queue, sQ, sK, sV, sO)
+            self.consume(args, edges, queue, sQ, sK, sV)
 
     def mask(self, args: Args) -> Mask:
         """Causal is a right bound of 0."""
@@ -267,8 +260,8 @@ class FwdSm90:
 
             stage = load_q.acquire_and_advance()
             for g in cutlass.range_constexpr(groups):
-                slab = tQgQ[None, q_tile * groups + g]
-                cute.copy(args.load_q, slab, tQsQ[None, g], tma_bar_ptr=stage.barrier)
+                rows, slab = tQgQ[None, q_tile * groups + g], tQsQ[None, stage.index * groups + g]
+                cute.copy(args.load_q, rows, slab, tma_bar_ptr=stage.barrier)
 
             _, kv_end = self.mask(args).kv_tiles(q_tile * tile_q, tile_q, self.tiles.tile_kv)
             for step in cutlass.range(kv_end + 1, unroll=1):
@@ -286,14 +279,7 @@ class FwdSm90:
 
     @cute.jit
     def consume(
-        self,
-        args: Args,
-        edges,
-        queue: TileQueue,
-        sQ: cute.Tensor,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        sO: cute.Tensor,
+        self, args: Args, edges, queue: TileQueue, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor
     ):
         """A consumer warpgroup: products, softmax and store of its 64 rows of each Q tile."""
         tile_q = self.tiles.tile_q
@@ -307,10 +293,11 @@ class FwdSm90:
         q_tile, head, batch, load_tile = queue.read(load_tile)
         while q_tile != NONE:
             mask = self.mask(args)
-            rows = Rows(q_tile * tile_q + group * WGMMA_ROWS, head, batch, mask)
+            q = load_q.wait_and_advance()
+            tSrQ = share.tSrQ.stage(q.index * self.tiles.consumer_warpgroups + group)
+            rows = Rows(q_tile * tile_q + group * WGMMA_ROWS, head, batch, mask, tSrQ)
             share.softmax.reset()
             share.acc_O.fill(0.0)
-            slab = load_q.wait_and_advance()
             kv_full, kv_end = mask.kv_tiles(q_tile * tile_q, tile_q, self.tiles.tile_kv)
             if kv_end > 0:
                 # The first tile may be ragged, whatever kv_full says: masked in any case.
@@ -328,16 +315,11 @@ class FwdSm90:
                     load_k, load_v, k_there = self.step(
                         share, rows, load_k, load_v, k_there, tile, masked=False
                     )
-            if const_expr(self.tiles.o_apart):
-                slab.release()  # every score is there
+            q.release()  # every score is there
             if kv_end > 0:
                 load_v = self.last_product(share, load_v)
-            self.store(args, share, rows, sO)
-            if const_expr(not self.tiles.o_apart):
-                slab.release()  # only now: O was there
+            self.store(args, share, rows)
             q_tile, head, batch, load_tile = queue.read(load_tile)
-        if const_expr(self.tiles.o_apart):
-            self.stored(share)
 
     def share(self, args, group, sQ, sK, sV) -> Share:
         """Fragments and running state of consumer warpgroup `group`."""
@@ -350,7 +332,7 @@ class FwdSm90:
         return Share(
             mma_s=mma_s,
             mma_o=mma_o,
-            tSrQ=InSmem.of(any_s.make_fragment_A(any_s.partition_A(sQ))[None, None, None, group]),
+            tSrQ=InSmem.of(any_s.make_fragment_A(any_s.partition_A(sQ))),
             tSrK=InSmem.of(any_s.make_fragment_B(any_s.partition_B(sK))),
             tOrV=InSmem.of(any_o.make_fragment_B(any_o.partition_B(transposed(sV)))),
             tOrP=cute.make_rmem_tensor(p_layout, self.dtype),
@@ -366,7 +348,7 @@ class FwdSm90:
         """P of the last K/V tile; no O to rescale yet."""
         acc_S = accumulator(share.mma_s, self.shape_s, Float32)
         k = load_k.wait_and_advance()
-        issue(share.mma_s, acc_S, share.tSrQ.steps(), share.tSrK.stage(k.index).steps(), False)
+        issue(share.mma_s, acc_S, rows.tSrQ.steps(), share.tSrK.stage(k.index).steps(), False)
         warpgroup.wait_group(0)
         k.release()
         self.apply_mask(share, rows, acc_S, kv_tile)
@@ -389,7 +371,7 @@ class FwdSm90:
         acc_S = accumulator(share.mma_s, self.shape_s, Float32)
         k = load_k.wait_and_advance(k_there)
         share.turns.wait()
-        issue(share.mma_s, acc_S, share.tSrQ.steps(), share.tSrK.stage(k.index).steps(), False)
+        issue(share.mma_s, acc_S, rows.tSrQ.steps(), share.tSrK.stage(k.index).steps(), False)
         v = load_v.wait_and_advance(load_v.try_wait())
         P, V = in_registers(share.tOrP), share.tOrV.stage(v.index).steps()
         issue(share.mma_o, share.acc_O, P, V, True)
@@ -435,41 +417,28 @@ class FwdSm90:
         )
 
     @cute.jit
-    def store(self, args: Args, share: Share, rows: Rows, sO: cute.Tensor):
-        """LSE from registers; O / l through shared memory, a slab for each warpgroup."""
+    def store(self, args: Args, share: Share, rows: Rows):
+        """LSE and O / l, from registers to global memory.
+
+        A quad writes 16 bytes of a row at a time, half a sector, which L2 puts together: no slab to
+        wait for, and nothing to wait for in the end.
+        """
         inverse, lse = share.softmax.finish()
         divide_rows(rows_by_columns(share.acc_O), inverse)
+        rO = cute.make_rmem_tensor_like(share.acc_O, self.dtype)
+        narrow(share.acc_O, rO)
 
         own_row, own_column = origin(share.mma_o, self.shape_o, share.thread)
         apart = offsets(share.mma_o, self.shape_o)
-        if own_column == 0:  # one lane of each quad
-            for r in cutlass.range_constexpr(cute.size(lse)):
-                row = rows.first + own_row + apart[r, 0][0]
-                if row < rows.mask.len_q:
+        head = args.o[None, None, rows.head, rows.batch]
+        gO = cute.local_tile(head, self.shape_o, (rows.first // WGMMA_ROWS, 0))
+        tOgO = rows_by_columns(share.mma_o.get_slice(share.thread).partition_C(gO))
+        tOrO = rows_by_columns(rO)
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            row = rows.first + own_row + apart[r, 0][0]
+            if row < rows.mask.len_q:
+                if own_column == 0:  # one lane of each quad
                     args.lse[rows.batch, rows.head, row] = lse[r]
-
-        rO = cute.make_rmem_tensor_like(share.acc_O, self.dtype)
-        narrow(share.acc_O, rO)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, share.mma_o).get_slice(share.thread)
-        first, threads = self.graph.barrier("store_o")
-        if const_expr(self.tiles.o_apart):
-            self.stored(share)  # the last O has left
-        cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)  # Q is read
-        cute.copy(atom, copy.retile(rO), copy.partition_D(sO[None, None, share.group]))
-        cute.arch.fence_view_async_shared()  # TMA will read what was written here
-        cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)  # O is written
-        if share.thread < WARP_THREADS:
-            gO = cute.local_tile(args.o[None, None, rows.head, rows.batch], self.shape_o, (None, 0))
-            tOsO, tOgO = tma_tiles(args.store_o, sO, gO)
-            slab = tOgO[None, rows.first // WGMMA_ROWS]
-            cute.copy(args.store_o, tOsO[None, share.group], slab)
-            cute.arch.cp_async_bulk_commit_group()
-        if const_expr(not self.tiles.o_apart):
-            self.stored(share)  # before the slab is lent again
-
-    @cute.jit
-    def stored(self, share: Share):
-        """The warp that stores waits until TMA has read O."""
-        if share.thread < WARP_THREADS:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                for octet in cutlass.range_constexpr(self.facts.head_dim_v // OCTET):
+                    pair = (r, (None, octet, 0))
+                    tOgO[pair].store(tOrO[pair].load())

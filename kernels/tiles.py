@@ -44,6 +44,7 @@ class Tiles:
     head_dim_v: int  # of V and O
     tile_kv: int  # keys of one K/V stage
     consumer_warpgroups: int  # each owns 64 rows of Q
+    stages_q: int
     stages_k: int
     stages_v: int
     registers_load: int  # per thread of the producer warpgroup
@@ -51,7 +52,6 @@ class Tiles:
     ping_pong: bool  # consumer warpgroups take turns on the tensor cores
     reason: str
     short: bool = False  # serves short queries under a causal mask, and no others
-    o_apart: bool = False  # O has a slab of its own: the next Q loads while O leaves
 
     def __post_init__(self) -> None:
         if self.arch not in SMEM_BYTES:
@@ -68,7 +68,7 @@ class Tiles:
             raise ValueError(f"consumer_warpgroups={self.consumer_warpgroups}: needs 1, 2 or 3")
         if self.ping_pong and self.consumer_warpgroups == 1:
             raise ValueError("ping_pong=True: needs two consumer warpgroups to take turns")
-        for name in ("stages_k", "stages_v"):
+        for name in ("stages_q", "stages_k", "stages_v"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: needs at least one stage")
         for name in ("registers_load", "registers_consume"):
@@ -97,7 +97,7 @@ class Tiles:
 
     @property
     def q_bytes(self) -> int:
-        """The tile of Q."""
+        """One stage of Q, the tile."""
         return self.tile_q * padded_head_dim(self.head_dim) * ELEMENT_BYTES
 
     @property
@@ -111,18 +111,11 @@ class Tiles:
         return self.tile_kv * padded_head_dim(self.head_dim_v) * ELEMENT_BYTES
 
     @property
-    def slab_elements(self) -> int:
-        """Room for one warpgroup's rows of Q, and of O, which borrows their place at the end."""
-        return WGMMA_ROWS * max(padded_head_dim(self.head_dim), padded_head_dim(self.head_dim_v))
-
-    @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA."""
-        slabs = self.consumer_warpgroups * self.slab_elements * ELEMENT_BYTES
-        if self.o_apart:
-            slabs *= 2
-        rings = self.stages_k * self.k_bytes + self.stages_v * self.v_bytes
-        return BARRIER_BYTES + slabs + rings
+        rings = ("q", "k", "v")
+        stages = (getattr(self, f"stages_{x}") * getattr(self, f"{x}_bytes") for x in rings)
+        return BARRIER_BYTES + sum(stages)
 
     @property
     def registers(self) -> int:
@@ -140,12 +133,12 @@ FORWARD: tuple[Tiles, ...] = (
         head_dim_v=64,
         tile_kv=128,
         consumer_warpgroups=3,
+        stages_q=2,
         stages_k=2,
         stages_v=2,
         registers_load=32,
         registers_consume=160,
         ping_pong=True,
-        o_apart=True,
         reason="S, P and O take 128 registers a thread: a third warpgroup fits, 4 to 27 % faster "
         "than two at 4k and 16k; ping-pong is worth 3 to 5 % (H200, benchmarks/NOTES.md)",
     ),
@@ -155,12 +148,12 @@ FORWARD: tuple[Tiles, ...] = (
         head_dim_v=64,
         tile_kv=128,
         consumer_warpgroups=2,
+        stages_q=2,
         stages_k=2,
         stages_v=2,
         registers_load=40,
         registers_consume=232,
         ping_pong=True,
-        o_apart=True,
         short=True,
         reason="of short queries 192 rows waste more on the diagonal and at the end than 128: "
         "17 % faster at 512 and 1k, the same at 2k (H200)",
@@ -171,12 +164,12 @@ FORWARD: tuple[Tiles, ...] = (
         head_dim_v=96,
         tile_kv=112,
         consumer_warpgroups=3,
+        stages_q=2,
         stages_k=2,
         stages_v=2,
         registers_load=32,
         registers_consume=160,
         ping_pong=True,
-        o_apart=True,
         reason="S, P and O take 132 registers: a third warpgroup fits as at 64; "
         "at tile_kv 128 it spills 48 to 96 bytes, from head_dim 72 on. 158 KiB",
     ),
@@ -186,12 +179,12 @@ FORWARD: tuple[Tiles, ...] = (
         head_dim_v=112,
         tile_kv=128,
         consumer_warpgroups=2,
+        stages_q=2,
         stages_k=2,
         stages_v=2,
         registers_load=40,
         registers_consume=232,
         ping_pong=True,
-        o_apart=True,
         reason="as 128 but for the producer: with 24 registers it spills 8 bytes (CUDA 13.4, "
         "causal), because a tile of 112 columns is seven boxes",
     ),
@@ -201,12 +194,12 @@ FORWARD: tuple[Tiles, ...] = (
         head_dim_v=128,
         tile_kv=128,
         consumer_warpgroups=2,
+        stages_q=2,
         stages_k=2,
         stages_v=2,
         registers_load=24,
         registers_consume=240,
         ping_pong=True,
-        o_apart=True,
         reason="193 KiB; S, P and O take 160 registers: a third warpgroup (160 each) would spill",
     ),
     Tiles(
@@ -215,6 +208,7 @@ FORWARD: tuple[Tiles, ...] = (
         head_dim_v=128,
         tile_kv=128,
         consumer_warpgroups=2,
+        stages_q=1,
         stages_k=2,
         stages_v=2,
         registers_load=40,
@@ -229,6 +223,7 @@ FORWARD: tuple[Tiles, ...] = (
         head_dim_v=192,
         tile_kv=112,
         consumer_warpgroups=2,
+        stages_q=1,
         stages_k=2,
         stages_v=2,
         registers_load=40,
@@ -242,6 +237,7 @@ FORWARD: tuple[Tiles, ...] = (
         head_dim_v=256,
         tile_kv=80,
         consumer_warpgroups=2,
+        stages_q=1,
         stages_k=2,
         stages_v=2,
         registers_load=40,

@@ -3,14 +3,13 @@
       warpgroup 0: load                       warpgroups 1..n: consume, 64 rows of Q each
      +------------------+   load_tile (1)    +--------------------------------------------+
      | warp 0           | -----------------> | for each tile of Q:                        |
-     |   draws tiles    |   load_q    (1)    |   S = Q K^T   (wgmma, both from smem)      |
+     |   draws tiles    |   load_q    (ring) |   S = Q K^T   (wgmma, both from smem)      |
      |   TMA: Q, K, V   | -----------------> |   P = softmax (registers)                  |
      | warps 1..3 idle  |   load_k    (ring) |   O += P V    (wgmma, P from registers)    |
-     |                  | -----------------> |   O / l -> its slab -> TMA store           |
+     |                  | -----------------> |   O / l -> global memory                   |
      |                  |   load_v    (ring) |                                            |
      +------------------+ -----------------> +--------------------------------------------+
                                                mma_turn: ping-pong between the warpgroups
-                                               store_o:  the four warps of one warpgroup
 
 K and V have a ring each, not one in common: a stage of K is free a whole softmax earlier than the
 V of the same tile, and the two differ in bytes when head_dim_v is not head_dim.
@@ -24,6 +23,7 @@ from .tile_queue import TILE_BYTES
 def forward_graph(
     *,
     consumer_warpgroups: int,
+    stages_q: int,
     stages_k: int,
     stages_v: int,
     q_bytes: int,
@@ -42,12 +42,11 @@ def forward_graph(
         ),
         edges=(
             Edge("load_tile", "load", "consume", 1, TILE_BYTES, by_threads=True),
-            Edge("load_q", "load", "consume", 1, q_bytes),
+            Edge("load_q", "load", "consume", stages_q, q_bytes),
             Edge("load_k", "load", "consume", stages_k, k_bytes),
             Edge("load_v", "load", "consume", stages_v, v_bytes),
         ),
         rendezvous=(
-            Rendezvous("store_o", consumer_warpgroups, WARPGROUP_THREADS),
             # The warpgroup whose turn it is, and the one that hands it over.
             Rendezvous("mma_turn", consumer_warpgroups, 2 * WARPGROUP_THREADS),
         ),
