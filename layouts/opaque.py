@@ -20,8 +20,11 @@ def lane() -> Int32:
 
 
 def negative(value: Float32) -> Boolean:
-    """The sign bit: set for none of the results of exp2, which the compiler does not know."""
-    return Int32(llvm.bitcast(T.i32(), value.ir_value())) < 0
+    """Which no result of exp2 is, NaN included, but the compiler does not know.
+
+    Not by the sign bit: PTX leaves open which NaN an instruction returns.
+    """
+    return value < 0.0
 
 
 def _volatile(operands: list, text: str, constraints: str):

@@ -19,15 +19,20 @@ def _inputs(len_q: int, len_kv: int, head_dim: int) -> list[torch.Tensor]:
 
 
 def forward(head_dim: int, causal: bool) -> Case:
-    """Our own forward kernel: one CTA for two tiles of Q, each with more K/V tiles than stages."""
-    q, k, v = _inputs(200, 500, head_dim)
+    """Our own forward kernel, one CTA for all tiles of Q.
+
+    Causal: four, two with more K/V tiles than there are stages, and two without, where waits for K
+    and V do not stand in for those for a tile of Q. Full: two, each with more.
+    """
+    q, k, v = _inputs(600, 472, head_dim) if causal else _inputs(200, 500, head_dim)
     facts = ForwardFacts("bfloat16", head_dim, head_dim, causal)
     function, fakes, options = forward_kernel("sm_90a", facts)
     compiled = loader.compile(function, *fakes, arch="sm_90a", options=options)
 
     def run() -> tuple[torch.Tensor, ...]:
         out, lse = torch.empty_like(q), torch.empty(1, 1, len(q[0]))
-        compiled(q, k, v, out, lse, head_dim**-0.5)
+        counter = torch.zeros(1, dtype=torch.int32)
+        compiled(q, k, v, out, lse, head_dim**-0.5, counter)
         return out, lse
 
     return Case(run, grid=(1, 1, 1))

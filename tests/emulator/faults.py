@@ -13,7 +13,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -29,7 +29,9 @@ FACTS = ForwardFacts("bfloat16", 32, 32, causal=False)
 CAUSAL = replace(FACTS, causal=True)
 # Small, to compile fast; two consumer warpgroups, so that everything that synchronises is there.
 TILES = Tiles("sm_90a", 32, 32, 32, 2, 2, 2, 24, 240, ping_pong=True, reason="small")
+O_APART = replace(TILES, o_apart=True, reason="small, and O has memory of its own")
 LEN_Q, LEN_KV = 200, 150
+FEW_KEYS = 60  # one K/V tile for each stage: no wait for a free one orders anything else
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,21 @@ class Fault:
     other: str = ""  # what stands in the line that `message` names by its `OTHER`
     file: str = "kernels/fwd_sm90.py"
     facts: ForwardFacts = FACTS
+    tiles: Tiles = TILES
+    len_kv: int = LEN_KV
     ctas: int | None = None  # fewer than there are tiles: each takes several
+    before: tuple[int, int] | None = None  # heads and CTAs of a launch with the same counter
+    order: Literal["eager", "random"] = "eager"
 
 
 OTHER = r"(?P<file>\w+\.py):(?P<line>\d+)"
 AT_BYTE = r"of shared memory at byte \d+ and the"
 CONSUMERS = r"warp ([4-7]|4, 5, 6, 7)"
+QUEUE = "pipelines/tile_queue.py"
+SECOND_TILE_UNWRITTEN = (
+    r"(4608 bytes of argument 3 are never written, the first at index \(0, 128, 0, 0\)|"
+    r"288 bytes of argument 4 are never written, the first at index \(0, 0, 128\))"
+)
 
 FAULTS = [
     Fault(
@@ -190,7 +201,7 @@ FAULTS = [
         "shared buffers are aligned for vectors, not for TMA",
         {"byte_alignment=SWIZZLE_BYTES": "byte_alignment=16"},
         kind="misaligned",
-        message=r"box at shared address 0x450: 128-byte alignment is needed",
+        message=r"box at shared address 0x470: 128-byte alignment is needed",
         line="cute.copy(args.load_q,",
         file="layouts/smem.py",
     ),
@@ -199,7 +210,7 @@ FAULTS = [
         {"k_bytes=tiles.k_bytes,": "k_bytes=tiles.k_bytes - tiles.k_bytes // tiles.tile_kv,"},
         kind="deadlock",
         message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: mbarrier\S+ .*: "
-        r"mbarrier at byte 16 of shared memory: waits for phase of parity 0, present phase has "
+        r"mbarrier at byte 32 of shared memory: waits for phase of parity 0, present phase has "
         r"parity 0, 0 of 1 arrivals missing and 64 bytes over those expected\n",
         line="k = load_k.wait_and_advance()",
         other="k = load_k.wait_and_advance()",
@@ -209,17 +220,17 @@ FAULTS = [
         {"v_bytes=tiles.v_bytes,": "v_bytes=tiles.v_bytes + tiles.v_bytes // tiles.tile_kv,"},
         kind="deadlock",
         message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: mbarrier\S+ .*: "
-        r"mbarrier at byte 48 of shared memory: waits for phase of parity 0, present phase has "
+        r"mbarrier at byte 64 of shared memory: waits for phase of parity 0, present phase has "
         r"parity 0, 0 of 1 arrivals and 64 bytes missing\n",
-        line="v = load_v.wait_and_advance()",
-        other="v = load_v.wait_and_advance()",
+        line="v = load_v.wait_and_advance(load_v.try_wait())",
+        other="v = load_v.wait_and_advance(load_v.try_wait())",
     ),
     Fault(
         "nobody fills the last stage of V",
         {"cutlass.range(kv_end + 1, unroll=1)": "cutlass.range(kv_end, unroll=1)"},
         kind="deadlock",
         message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: mbarrier\S+ .*: "
-        r"mbarrier at byte 48 of shared memory: waits for phase of parity 0, present phase has "
+        r"mbarrier at byte 64 of shared memory: waits for phase of parity 0, present phase has "
         r"parity 0, 1 of 1 arrivals and 0 bytes missing\n",
         line="v = load_v.wait_and_advance()",
         other="v = load_v.wait_and_advance()",
@@ -242,26 +253,200 @@ FAULTS = [
         line="cute.arch.setmaxregister_increase(tiles.registers_consume)",
         other="cute.arch.setmaxregister_increase(tiles.registers_consume)",
     ),
+    Fault(
+        "the tile is read before it is there",
+        {"load_tile.wait_and_advance()": "load_tile.wait_and_advance(True)"},
+        kind="race",
+        message=rf"read {AT_BYTE} write of warp 0 at {OTHER}: st\.shared\S+ .* "
+        rf"with no synchronisation between them \(CTA \(0, 0, 0\), {CONSUMERS}\)",
+        line="for i in range(TILE_WORDS))",
+        other="self.slot[2] = q_tile, head, batch",
+        file=QUEUE,
+    ),
+    Fault(
+        "the next tile is posted while the last one may still be read",
+        {"load_tile.acquire_and_advance()": "load_tile.acquire_and_advance(True)"},
+        kind="race",
+        message=rf"write {AT_BYTE} read of {CONSUMERS} at {OTHER}: ld\.shared\S+ .* "
+        r"with no synchronisation between them \(CTA \(0, 0, 0\), warp 0\)",
+        line="self.slot[2] = q_tile, head, batch",
+        other="for i in range(TILE_WORDS))",
+        file=QUEUE,
+        len_kv=FEW_KEYS,
+        ctas=1,
+        order="random",
+    ),
+    Fault(
+        "the tile is released before it is read",
+        {
+            "        stage = load_tile.wait_and_advance()\n": (
+                "        stage = load_tile.wait_and_advance()\n        stage.release()\n"
+            ),
+            "        stage.release()\n        return": "        return",
+        },
+        kind="race",
+        message=rf"write {AT_BYTE} read of {CONSUMERS} at {OTHER}: ld\.shared\S+ .* "
+        r"with no synchronisation between them \(CTA \(0, 0, 0\), warp 0\)",
+        line="self.slot[2] = q_tile, head, batch",
+        other="for i in range(TILE_WORDS))",
+        file=QUEUE,
+        len_kv=FEW_KEYS,
+        ctas=1,
+    ),
+    Fault(
+        "nobody says that no tile is left",
+        {"        queue.post(load_tile, Int32(NONE), Int32(0), Int32(0))\n": ""},
+        kind="deadlock",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: mbarrier\S+ .*: "
+        r"mbarrier at byte 0 of shared memory: waits for phase of parity 1, present phase has "
+        r"parity 1, 32 of 32 arrivals and 0 bytes missing\n",
+        line="stage = load_tile.wait_and_advance()",
+        other="stage = load_tile.wait_and_advance()",
+    ),
+    Fault(
+        "one lane of a warp releases the tile for all of them",
+        {
+            "        stage.release()\n": (
+                "        if cute.arch.lane_idx() == 0:\n            stage.release()\n"
+            )
+        },
+        kind="deadlock",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 0 at {OTHER}: mbarrier\S+ .*: "
+        r"mbarrier at byte 8 of shared memory: waits for phase of parity 0, present phase has "
+        r"parity 0, 248 of 256 arrivals and 0 bytes missing\n",
+        line="stage = load_tile.acquire_and_advance()",
+        other="stage = load_tile.acquire_and_advance()",
+        file=QUEUE,
+        ctas=1,
+    ),
+    Fault(
+        "a number is drawn and lost",
+        {"number = queue.number(drawn)": "number = queue.number(queue.draw())"},
+        kind="unwritten output",
+        message=SECOND_TILE_UNWRITTEN,
+        line="",
+        ctas=1,
+    ),
+    Fault(
+        "every lane draws a number: the next launch finds no tile left",
+        {
+            "        if cute.arch.lane_idx() == 0:\n            drawn = cute.arch": (
+                "        if cute.arch.lane_idx() < WARP_THREADS:\n            drawn = cute.arch"
+            ),
+            "from .tile_order import": (
+                "from ..layouts.hardware import WARP_THREADS\nfrom .tile_order import"
+            ),
+        },
+        kind="unwritten output",
+        message=SECOND_TILE_UNWRITTEN,
+        line="",
+        file=QUEUE,
+        ctas=1,
+        before=(1, 1),
+    ),
+    Fault(
+        "the counter is not set back: the next launch finds no tile left",
+        {"            self.counter[0] = Int32(0)": "            pass"},
+        kind="unwritten output",
+        message=SECOND_TILE_UNWRITTEN,
+        line="",
+        file=QUEUE,
+        ctas=1,
+        before=(1, 1),
+    ),
+    Fault(
+        "the counter is set back one draw too early: the next launch starts from another number",
+        {"drawn == self.order.count - 1": "drawn == self.order.count - 2"},
+        kind="unwritten output",
+        message=SECOND_TILE_UNWRITTEN,
+        line="",
+        file=QUEUE,
+        ctas=1,
+        before=(2, 3),
+    ),
+    Fault(
+        "Q is released after the first scores",
+        {
+            "                k_there = Boolean(False)\n": (
+                "                k_there = Boolean(False)\n                slab.release()\n"
+            ),
+            "slab.release()  # every score is there": "pass",
+        },
+        kind="race",
+        message=rf"read {AT_BYTE} write of the copies on mbarrier at byte 16 at {OTHER}: "
+        rf"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them .*{CONSUMERS}",
+        line="cute.gemm(",
+        other="cute.copy(args.load_q,",
+        tiles=O_APART,
+        ctas=1,
+    ),
+    Fault(
+        "O is written while the store of the last one may still read its slab",
+        {"self.stored(share)  # the last O has left": "pass"},
+        kind="race",
+        message=rf"write {AT_BYTE} read of the bulk copies of warp [48] lane 0 at {OTHER}: "
+        r"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them",
+        line="cute.copy(atom, copy.retile(rO)",
+        other="cute.copy(args.store_o,",
+        tiles=O_APART,
+        ctas=1,
+    ),
+    Fault(
+        "nobody waits for the store of the last O",
+        {
+            "        if const_expr(self.tiles.o_apart):\n            self.stored(share)\n\n": "\n",
+        },
+        kind="unfinished copy",
+        message=r"the CTA ends while a bulk copy may still read its shared memory",
+        line="cute.copy(args.store_o,",
+        tiles=O_APART,
+    ),
+    Fault(
+        "a K that was not seen passes for one that was",
+        {"k_there = load_k.try_wait()": "k_there = Boolean(True)"},
+        kind="race",
+        message=rf"read {AT_BYTE} write of .* at {OTHER}: .* "
+        r"with no synchronisation between them",
+        line="cute.gemm(",
+        other="cute.copy(args.load_k,",
+    ),
+    Fault(
+        "the release that shall never happen happens",
+        {"if negative(alpha[0]):": "if not negative(alpha[0]):"},
+        kind="deadlock",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 0 at .*\n"
+        rf"  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: mbarrier\S+ .*: mbarrier at byte 40 ",
+        line="stage = load_k.acquire_and_advance()",
+        other="k = load_k.wait_and_advance(k_there)",
+    ),
 ]
 
 
 def findings(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> list[emulator.Finding]:
     """What the checker says of the kernel with the fault in it."""
-    kernel = edited(fault, folder, patch).FwdSm90(fault.facts, TILES)
+    kernel = edited(fault, folder, patch).FwdSm90(fault.facts, fault.tiles)
     compiled = loader.compile(
         kernel, *kernel.fake_arguments(), arch="sm_90a", options="--enable-tvm-ffi"
     )
     torch.manual_seed(0)  # and a scale at which the maxima keep rising, so that O is rescaled
-    shapes = [(1, length, 1, 32) for length in (LEN_Q, LEN_KV, LEN_KV)]
-    q, k, v = (torch.randn(shape).bfloat16() for shape in shapes)
-    out, lse = torch.empty_like(q), torch.empty(1, 1, LEN_Q)
-    session = Session(emulator.Options(raise_on_fault=False))
+    counter = torch.zeros(1, dtype=torch.int32)
+    session = Session(emulator.Options(raise_on_fault=False, order=fault.order))
 
-    def launch(launch: loader.Launch) -> None:
-        session.launch(replace(launch, grid=(fault.ctas, 1, 1)) if fault.ctas else launch)
+    def attend(heads: int, ctas: int | None) -> None:
+        shapes = [(1, length, heads, 32) for length in (LEN_Q, fault.len_kv, fault.len_kv)]
+        q, k, v = (torch.randn(shape).bfloat16() for shape in shapes)
+        out, lse = torch.empty_like(q), torch.empty(1, heads, LEN_Q)
 
-    with loader.intercept(launch):
-        session.call(compiled, q, k, v, out, lse, 2.0, outputs=(out, lse))
+        def launch(launch: loader.Launch) -> None:
+            session.launch(replace(launch, grid=(ctas, 1, 1)) if ctas else launch)
+
+        with loader.intercept(launch):
+            session.call(compiled, q, k, v, out, lse, 2.0, counter, outputs=(out, lse))
+
+    if fault.before:
+        attend(*fault.before)
+        assert not session.report.findings
+    attend(1, fault.ctas)
     return session.report.findings
 
 

@@ -28,6 +28,7 @@ def forward(order: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, 1, 32).bfloat16() for n in (LEN_Q, LEN_KV, LEN_KV))
     out, lse = torch.empty_like(q), torch.empty(1, 1, LEN_Q)
+    counter = torch.zeros(1, dtype=torch.int32)
     report = emulator.run(
         build(replace(FACTS, causal=True), TILES).call,
         q,
@@ -36,6 +37,7 @@ def forward(order: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         out,
         lse,
         0.2,
+        counter,
         outputs=(out, lse),
         options=emulator.Options(counters=False, order=order, seed=seed),
     )

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,89 @@ def test_a_warmed_call_is_captured_and_replayed(causal: bool) -> None:
     q.copy_(q.flip(1))  # a replay reads what the inputs hold then
     graph.replay()
     assert torch.equal(out, hopwell.forward(q, k, v, causal=causal)[0])
+
+
+def many_tiles() -> tuple[torch.Tensor, ...]:
+    """More tiles of Q than a GPU has SMs: those beyond are drawn from the queue."""
+    heads = (24, 4, 4)
+    q, k, v = (torch.randn(2, 900, n, 64, dtype=torch.bfloat16, device="cuda") for n in heads)
+    return q, k, v
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def differing(results: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> Any:
+    """How many elements differ in a bit: a tensor, so that the host waits for nothing."""
+    return sum((bits(a) != bits(b)).sum() for a, b in zip(results, expected, strict=True))
+
+
+def check_counters() -> None:
+    """Between launches every counter is 0."""
+    torch.cuda.synchronize()
+    assert functions._counters
+    assert all(counter.item() == 0 for counter in functions._counters.values())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_10_000_replays_of_a_graph_give_the_same_bits(causal: bool) -> None:
+    """Whichever SM takes which tile: no result depends on it."""
+    q, k, v = many_tiles()
+    expected = hopwell.forward(q, k, v, causal=causal)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = hopwell.forward(q, k, v, causal=causal)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(10_000):
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        wrong += differing((out, lse), expected)
+    assert wrong.item() == 0
+    check_counters()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_two_streams_and_a_graph_at_once_give_the_same_bits(causal: bool) -> None:
+    """Each has a counter of its own. Lengths change from launch to launch, and tile counts too."""
+    q, k, v = many_tiles()
+    lengths = [900, 192, 1, 555]
+    expected = [hopwell.forward(q[:, :n], k, v, causal=causal) for n in lengths]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [hopwell.forward(q[:, :n], k, v, causal=causal) for n in lengths]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in streams]
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for i, stream in enumerate(streams[:2]):
+            with torch.cuda.stream(stream):
+                for n, right in zip(lengths, expected, strict=True):
+                    wrong[i] += differing(hopwell.forward(q[:, :n], k, v, causal=causal), right)
+        with torch.cuda.stream(streams[2]):
+            graph.replay()
+            for result, right in zip(captured, expected, strict=True):
+                wrong[2] += differing(result, right)
+    torch.cuda.synchronize()
+    assert [count.item() for count in wrong] == [0, 0, 0]
+    counters = [functions._counters[0, stream.cuda_stream] for stream in streams[:2]]
+    assert counters[0].data_ptr() != counters[1].data_ptr()
+    check_counters()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_infinite_scores_stay_in_their_rows(causal: bool) -> None:
+    """And the kernel ends: the factors that they make NaN release nothing."""
+    q, k, v = many_tiles()
+    k[..., 0].abs_()
+    right, _ = hopwell.forward(q, k, v, causal=causal)
+    q[:, ::5, :, 0] = torch.inf
+    out, _ = hopwell.forward(q, k, v, causal=causal)
+    clean = torch.arange(q.shape[1], device="cuda") % 5 != 0
+    assert out[:, ~clean].isnan().all()
+    assert torch.equal(out[:, clean], right[:, clean])
+    check_counters()
 
 
 def test_warmup_is_enough_for_a_capture() -> None:

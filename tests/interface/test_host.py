@@ -3,7 +3,8 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import FrameType
+from dataclasses import dataclass, field
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,9 +32,42 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     functions._plans.clear()
 
 
+@dataclass
+class Cuda:
+    """What `_counter` asks torch.cuda."""
+
+    device: int = 0
+    streams: list[int] = field(default_factory=lambda: [7, 7])  # the current one of each device
+    capturing: bool = False
+    made: list[torch.device] = field(default_factory=list)  # for each counter, where
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    def current_device(self) -> int:
+        return self.device
+
+    def current_stream(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(cuda_stream=self.streams[index])
+
+    def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.made.append(device)
+        return torch.empty(*shape, dtype=dtype).fill_(0)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    cuda = Cuda()
+    for name in ("is_current_stream_capturing", "current_device", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch, "zeros", cuda.zeros)
+    monkeypatch.setattr(functions, "_counters", {})
+    return cuda
+
+
 def inputs(layout: str) -> tuple[torch.Tensor, ...]:
     shape = (2, 100, 4, 64) if layout == "bshd" else (2, 4, 100, 64)
-    return tuple(torch.zeros(shape, dtype=torch.bfloat16) for _ in "qkv")
+    return tuple(torch.ones(shape, dtype=torch.bfloat16) for _ in "qkv")
 
 
 def calls(function: Callable[[], Any]) -> Counter[str]:
@@ -55,17 +89,22 @@ def calls(function: Callable[[], Any]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_a_warmed_call_does_little(layout: Any, launches: Launches) -> None:
-    """Two allocations, one look-up, no view, no check; in either layout."""
-    tensors = inputs(layout)
+def test_a_warmed_call_does_little(
+    layout: Any, launches: Launches, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two allocations, two look-ups, no view, no check; in either layout."""
+    tensors, counter, device = inputs(layout), functions._counter, torch.device("cuda", 0)
+    monkeypatch.setattr(functions, "_counter", lambda _: counter(device))
     hopwell.attention(*tensors, layout=layout)
     seen = calls(lambda: hopwell.attention(*tensors, layout=layout))
     assert len(launches) == 2
     assert seen["empty_strided"] == 2
     del seen["<lambda>"], seen["append"], seen["setprofile"]  # this test's own
     allowed = {"attention", "forward", "active", "get", "empty_strided"}
+    allowed |= {"_counter", "is_current_stream_capturing", "current_stream"}
     assert set(seen) <= allowed, seen
-    assert seen.total() <= 7, seen
+    assert seen.total() <= 7 + 4, seen
+    assert launches[0][6] is launches[1][6] and cuda.made == [device]
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -74,8 +113,62 @@ def test_tensors_are_launched_as_they_are(layout: Any, launches: Launches) -> No
     out, lse = hopwell.forward(*tensors, layout=layout)
     assert out.is_contiguous() and out.shape == tensors[0].shape
     assert lse.is_contiguous() and lse.shape == (2, 4, 100)
-    expected = (*tensors, out, lse, 0.125, layout == "bhsd")
-    assert all(a is b or a == b for a, b in zip(launches[0], expected, strict=True))
+    *launched, counter, heads_first = launches[0]
+    expected = (*tensors, out, lse, 0.125)
+    assert all(a is b or a == b for a, b in zip(launched, expected, strict=True))
+    assert counter.dtype == torch.int32 and counter.tolist() == [0]
+    assert heads_first == (layout == "bhsd")
+
+
+def test_each_stream_of_each_device_has_a_counter(cuda: Cuda) -> None:
+    devices = [torch.device("cuda", index) for index in (0, 1)]
+    first = functions._counter(devices[0])
+    assert first.shape == (1,) and first.dtype == torch.int32 and first.item() == 0
+    assert functions._counter(devices[0]) is first
+    other_device = functions._counter(devices[1])
+    cuda.streams[0] = 8
+    other_stream = functions._counter(devices[0])
+    assert len({tensor.data_ptr() for tensor in (first, other_device, other_stream)}) == 3
+    cuda.streams[0] = 7
+    assert functions._counter(devices[0]) is first
+    assert functions._counter(devices[1]) is other_device
+    assert cuda.made == [devices[0], devices[1], devices[0]]
+
+
+def test_a_device_without_an_index_is_the_current_one(cuda: Cuda) -> None:
+    cuda.device, cuda.streams = 1, [7, 8]
+    assert functions._counter(torch.device("cuda")) is functions._counter(torch.device("cuda", 1))
+    assert functions._counter(torch.device("cuda", 0)) is not functions._counter(
+        torch.device("cuda")
+    )
+
+
+def test_each_captured_launch_has_a_counter_that_its_graph_clears(cuda: Cuda) -> None:
+    """A graph may be replayed beside launches on the stream it was captured on."""
+    device = torch.device("cuda", 0)
+    before = functions._counter(device)
+    cuda.capturing = True
+    captured = [functions._counter(device) for _ in range(2)]
+    cuda.capturing = False
+    assert functions._counter(device) is before
+    assert len({tensor.data_ptr() for tensor in (before, *captured)}) == 3
+    assert cuda.made == [device] * 3  # made under capture, the zeros are the graph's to write
+    assert len(functions._counters) == 1
+
+
+def test_a_capture_leaves_no_counter_for_later_launches(cuda: Cuda) -> None:
+    """Its zeros are only written when the graph is replayed."""
+    device = torch.device("cuda", 0)
+    cuda.capturing = True
+    captured = functions._counter(device)
+    cuda.capturing = False
+    assert functions._counter(device) is not captured
+
+
+def test_each_emulated_launch_has_a_counter(cuda: Cuda) -> None:
+    cpu = torch.device("cpu")
+    assert functions._counter(cpu) is not functions._counter(cpu)
+    assert not functions._counters
 
 
 def test_a_capture_takes_a_loaded_kernel_and_refuses_another(
@@ -105,7 +198,7 @@ def test_warmup_launches_each_kernel_once_where_it_can_run(
     monkeypatch.setattr(checks, "arch_of", lambda _: "sm_90a")
     assert hopwell.warmup("sm_90a", head_dims=[(80, 40)]) == 4
     assert len(launches) == 4
-    for *tensors, scale, heads_first in launches:
+    for *tensors, scale, counter, heads_first in launches:
         dims = [(1, 1, 1, head_dim) for head_dim in (80, 80, 40, 40)]
         assert [tuple(tensor.shape) for tensor in tensors] == [*dims, (1, 1, 1)]
-        assert scale == 80**-0.5 and not heads_first
+        assert scale == 80**-0.5 and counter.tolist() == [0] and not heads_first

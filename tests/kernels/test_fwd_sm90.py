@@ -1,15 +1,17 @@
 """The Hopper forward kernel on the emulator, checker on, against float64."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
 from hopwell import emulator
-from hopwell.emulator import loader
+from hopwell.emulator import loader, machine
+from hopwell.emulator.report import Counters
 from hopwell.emulator.session import Session
 from hopwell.kernels import ForwardFacts
 
@@ -17,6 +19,7 @@ from .built import CAUSAL, build
 
 D64 = replace(CAUSAL, head_dim=64, head_dim_v=64)
 D64_FULL = replace(D64, causal=False)
+D192 = replace(CAUSAL, head_dim=192)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -30,6 +33,12 @@ class Case:
     o: torch.Tensor
     lse: torch.Tensor
     scale: float
+    counter: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32))
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As the compiled function takes them."""
+        return self.q, self.k, self.v, self.o, self.lse, self.scale, self.counter
 
     def exact(self, causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """float64 (O, LSE, P |V|); the last bounds what rounding P can do to O."""
@@ -67,17 +76,9 @@ def case(
 def run(facts: ForwardFacts, c: Case, outputs: bool = True, **options: Any) -> None:
     """Every byte of the outputs must be written, unless `outputs` says not to look."""
     written = (c.o, c.lse) if outputs else ()
-    emulator.run(
-        build(facts).call,
-        c.q,
-        c.k,
-        c.v,
-        c.o,
-        c.lse,
-        c.scale,
-        outputs=written,
-        options=emulator.Options(**options),
-    )
+    chosen = emulator.Options(**options)
+    emulator.run(build(facts).call, *c.arguments, outputs=written, options=chosen)
+    assert c.counter.item() == 0
 
 
 def check(facts: ForwardFacts, c: Case) -> None:
@@ -187,6 +188,24 @@ def test_nan_stays_in_its_rows() -> None:
     assert ((c.o.double() - o).abs() <= 2**-7 * bound + 1e-6)[0, clean].all()
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.3])
+@pytest.mark.parametrize("facts", [D64, D64_FULL], ids=["causal", "full"])
+def test_infinite_scores_stay_in_their_rows(facts: ForwardFacts, scale: float) -> None:
+    """The difference of two infinite maxima is NaN, of either sign."""
+    facts = replace(facts, negative_scale=scale < 0)
+    c = case(facts, 200, 500, scale=scale)
+    rows = [0, 37, 128, 199]  # some of them in the thread that releases K for its warp
+    c.q[0, rows, 0, 0] = math.inf
+    run(facts, c)
+    assert c.o.isnan().all(-1).any(0).nonzero()[:, 0].tolist() == rows
+    clean = torch.ones(200, dtype=torch.bool)
+    clean[rows] = False
+    c.q[0, rows] = 0
+    o, lse, bound = c.exact(facts.causal)
+    assert ((c.o.double() - o).abs() <= 2**-7 * bound + 1e-6)[0, clean].all()
+    torch.testing.assert_close(c.lse.double()[..., clean], lse[..., clean], atol=2e-6, rtol=1e-6)
+
+
 def test_rows_with_nothing_to_attend_are_zero_even_beside_nan() -> None:
     c = case(D64, 200, 100)
     c.v[0, 0] = math.nan
@@ -204,20 +223,86 @@ def test_any_order_of_completion(facts: ForwardFacts, order: str) -> None:
     check(facts, c)
 
 
-@pytest.mark.parametrize("ctas", [1, 3])
-@pytest.mark.parametrize("facts", [D64, D64_FULL], ids=["causal", "full"])
-def test_fewer_ctas_than_tiles_take_them_in_turn(facts: ForwardFacts, ctas: int) -> None:
-    """The loop over tiles: O in a slab that the next Q waits for, and in one of its own."""
-    c = case(facts, 500, 300, (2, 1))
-    session = Session(emulator.Options(order="random", seed=ctas))
+def run_on(ctas: int, facts: ForwardFacts, c: Case, **options: Any) -> Counters:
+    """`run` on so many CTAs, in place of one for each tile: each takes several from the queue."""
+    session = Session(emulator.Options(**options))
     with loader.intercept(lambda launch: session.launch(replace(launch, grid=(ctas, 1, 1)))):
-        session.call(build(facts).call, c.q, c.k, c.v, c.o, c.lse, c.scale, outputs=(c.o, c.lse))
+        session.call(build(facts).call, *c.arguments, outputs=(c.o, c.lse))
+    assert c.counter.item() == 0
+    return session.report.counters
+
+
+@pytest.mark.parametrize("ctas", [1, 3])
+@pytest.mark.parametrize("facts", [D64, D64_FULL, D192], ids=["64-causal", "64-full", "192-causal"])
+def test_fewer_ctas_than_tiles_take_them_in_turn(facts: ForwardFacts, ctas: int) -> None:
+    """The loop over tiles: O in a slab of its own, or in one that the next Q waits for."""
+    assert build(facts).kernel.tiles.o_apart == (facts.head_dim == 64)
+    c = case(facts, 500, 300, (2, 1))
+    run_on(ctas, facts, c, order="random", seed=ctas)
     check(facts, c)
 
 
-def test_more_than_65535_batches_make_one_grid() -> None:
-    c = case(D64, 1, 1, batch=66_000)
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Collection[int]:
+    """CTAs run side by side, three at first; which of them drew a number, in order."""
+    step, atomic, draws = machine.Cluster.step, machine.Unit.atomic, []
+
+    def step_beside_others(self: machine.Cluster) -> bool:
+        moved = step(self)  # a round in which nothing moves lets another CTA in
+        return moved and len(self.machine.slots) >= min(self.machine.launch.grid[0], 3)
+
+    def noted(self: machine.Unit, space: str, *rest: Any) -> Any:
+        if space == "global":
+            draws.append(self.cta.index[0])
+        return atomic(self, space, *rest)
+
+    monkeypatch.setattr(machine.Cluster, "step", step_beside_others)
+    monkeypatch.setattr(machine.Unit, "atomic", noted)
+    return draws
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("facts", [D64, D64_FULL], ids=["causal", "full"])
+def test_each_of_many_tiles_is_computed_once_whoever_takes_it(
+    facts: ForwardFacts, seed: int, drawn: Collection[int]
+) -> None:
+    """Also when all CTAs draw at once: 16 tiles of unlike lengths, three CTAs in random order."""
+    c = case(facts, 700, 150, (2, 1), batch=2)
+    counts = run_on(3, facts, c, order="random", seed=seed)
+    check(facts, c)
+    # Each tile's number but the first of a CTA is drawn, and each CTA draws once in vain.
+    assert Counter(drawn).total() == 16
+    assert min(Counter(drawn).values()) > 2 and list(drawn) != sorted(drawn)
+    # Computed twice, a tile would be right as well.
+    expected = emulator.run(build(facts).call, *c.arguments).counters
+    assert counts.tma_store_bytes == expected.tma_store_bytes == c.o.nbytes
+    assert counts.tma_load_bytes == expected.tma_load_bytes
+    assert counts.tensor_flops == expected.tensor_flops
+
+
+@pytest.mark.parametrize("ctas", [1, 3, 8])
+@pytest.mark.parametrize("facts", [D64, D64_FULL], ids=["causal", "full"])
+def test_launches_in_a_row_share_a_counter_and_give_the_same_bits(
+    facts: ForwardFacts, ctas: int
+) -> None:
+    c = case(facts, 700, 100, (2, 1))
+    run_on(ctas, facts, c)
+    again = replace(c, o=torch.empty_like(c.o), lse=torch.empty_like(c.lse))
+    for grid in (ctas, 8):
+        run_on(grid, facts, again)
+        assert torch.equal(again.o, c.o) and torch.equal(again.lse, c.lse)
+
+
+@pytest.mark.parametrize("facts", [D64, D64_FULL], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    ("len_q", "heads", "batch", "ctas"),
+    [(1, 1, 1, 1), (193, 33, 2, 132), (192, 133, 1, 132), (1, 1, 131, 131), (1, 1, 66_000, 132)],
+)
+def test_a_grid_has_a_cta_for_each_tile_up_to_one_for_each_sm(
+    facts: ForwardFacts, len_q: int, heads: int, batch: int, ctas: int
+) -> None:
+    c = case(facts, len_q, 1, (heads, heads), batch)
     grids = []
     with loader.intercept(lambda launch: grids.append(launch.grid)):
-        loader.call(build(D64).call, c.q, c.k, c.v, c.o, c.lse, c.scale)
-    assert grids == [(66_000, 1, 1)]
+        loader.call(build(facts).call, *c.arguments)
+    assert grids == [(ctas, 1, 1)]

@@ -69,11 +69,33 @@ def test_the_loop_over_whole_tiles_has_no_mask(facts: ForwardFacts) -> None:
 
 
 @pytest.mark.parametrize("facts", FACTS, ids=str)
-def test_global_memory_is_touched_by_tma_and_for_lse_alone(facts: ForwardFacts) -> None:
+def test_the_wait_for_o_comes_after_the_scale_of_o_is_known(facts: ForwardFacts) -> None:
+    """Between the waits for S and for O stands a second release of K, which never happens.
+
+    It needs the factor of the first row, and keeps its place between them.
+    """
+    compiled = build(facts)
+    between = re.findall(
+        r"wgmma\.wait_group\.sync\.aligned\s+1(.*?)wgmma\.wait_group\.sync\.aligned\s+0",
+        compiled.ptx,
+        re.DOTALL,
+    )
+    assert len(between) == (2 if facts.causal else 1)
+    for text in between:
+        _, released, after = re.split(r"mbarrier\.arrive\.shared\.b64", text)
+        (factor,) = re.findall(r"setp\.geu\.f32\s+%p\d+, (%r\d+), 0f00000000", released)
+        assert re.search(rf"ex2\.approx\.ftz\.f32\s+{factor},", released)
+        assert "mbarrier.try_wait" in after  # is the next K there?
+
+
+@pytest.mark.parametrize("facts", FACTS, ids=str)
+def test_lanes_touch_global_memory_for_lse_and_the_queue_alone(facts: ForwardFacts) -> None:
     compiled = build(facts)
     ptx = compiled.ptx
     assert compiled.count(r"ld\.global") == 0
-    assert compiled.count(r"st\.global\.(\w+)") == 2  # LSE: two rows a thread
+    stored = re.findall(r"st\.global\S*\s+\[\S+\], (\S+);", ptx)
+    assert len(stored) == 3 and stored.count("0") == 1  # the counter; LSE: two rows a thread
+    assert compiled.count(r"\b(atom|red)\.") == compiled.count(r"atom\.global\.add\.u32") == 1
     stores = [m.start() for m in re.finditer(r"cp\.async\.bulk\.tensor\.4d\.global\.shared", ptx)]
     assert len(stores) == -(-facts.head_dim_v // 64)  # a box is as wide as the swizzle
     # What stmatrix wrote is made visible to the async proxy, then to the storing warp.

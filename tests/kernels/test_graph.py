@@ -25,9 +25,15 @@ def graph(consumer_warpgroups: int = 2) -> Graph:
 def test_counts_follow_from_the_roles(groups: int) -> None:
     g = graph(groups)
     assert g.threads == 128 * (1 + groups)
-    assert g.mbarriers == 2 * (1 + 2 + 3)
-    # One elected thread announces the bytes of a stage, every consumer warp releases it.
-    assert [g.arrive_counts(edge) for edge in g.edges] == [(1, 4 * groups)] * 3
+    assert g.mbarriers == 2 * (1 + 1 + 2 + 3)
+    # One elected thread announces the bytes of a stage, every consumer warp releases it. Every
+    # thread of the producer warp posts a tile, and every consumer thread releases it.
+    assert {edge.name: g.arrive_counts(edge) for edge in g.edges} == {
+        "load_tile": (32, 128 * groups),
+        "load_q": (1, 4 * groups),
+        "load_k": (1, 4 * groups),
+        "load_v": (1, 4 * groups),
+    }
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
