@@ -1,10 +1,11 @@
 """Forward on Hopper: O = softmax(scale Q K^T) V and its LSE, a tile of Q rows at a time.
 
 Data:    Q, K, V --TMA--> swizzled smem --wgmma--> S in registers --softmax--> P in registers
-         --wgmma, V from smem--> O in registers --> O.
+         --wgmma, V from smem--> O in registers --stmatrix--> the place of Q --TMA--> O.
 Warps:   warpgroup 0 gives its registers away, and one warp of it issues every load; each consumer
          warpgroup owns 64 rows of Q, from the first product to the store.
-Memory:  a ring each for Q, K and V; a stage of Q is a slab for each consumer warpgroup.
+Memory:  a ring each for Q, K and V. A stage of Q is a slab for each consumer warpgroup, lent to
+         its O at the end, while the other stage has the next Q.
 Overlap: inside a warpgroup, S of the next tile is computed while O takes the last one in, and the
          softmax follows as soon as S is there (FlashAttention-3, section 3.2); between warpgroups,
          they take turns on the tensor cores, so that one's softmax runs under the other's products
@@ -21,7 +22,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -30,9 +31,9 @@ from ..layouts.fragments import accumulator, as_operand_a, offsets, origin, rows
 from ..layouts.gmem import sequence_first, tma_tiles
 from ..layouts.hardware import (
     L2_BYTES,
-    OCTET,
     SMS,
     TMA_ALIGNMENT_BYTES,
+    WARP_THREADS,
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
     WGMMA_ROWS,
@@ -52,16 +53,17 @@ from .wgmma import InSmem, in_registers, issue, narrow
 
 @dataclass(frozen=True)
 class Args:
-    """What crosses from host to device. q, k and v are coordinates for their TMA atoms."""
+    """What crosses from host to device. q, k, v and o are coordinates for their TMA atoms."""
 
     q: cute.Tensor  # (len_q, head_dim, heads_q, batch)
     k: cute.Tensor  # (len_kv, head_dim, heads_kv, batch)
     v: cute.Tensor  # (len_kv, head_dim_v, heads_kv, batch)
-    o: cute.Tensor  # (len_q, head_dim_v, heads_q, batch), global
+    o: cute.Tensor  # (len_q, head_dim_v, heads_q, batch)
     lse: cute.Tensor  # (batch, heads_q, len_q), float32
     load_q: cute.CopyAtom
     load_k: cute.CopyAtom
     load_v: cute.CopyAtom
+    store_o: cute.CopyAtom
     scale: Float32
     order: TileOrder
     counter: cute.Tensor  # (1), int32: see TileQueue
@@ -144,12 +146,14 @@ class FwdSm90:
         )
 
     def smem_layouts(self) -> SimpleNamespace:
-        """(rows, columns, stages) of each ring; of q (rows, columns, slabs)."""
-        slabs = self.tiles.stages_q * self.tiles.consumer_warpgroups
+        """(rows, columns, stages) of each ring; of q and o (rows, columns, slabs)."""
+        slabs = self.tiles.q_slabs
+        elements = self.tiles.slab_elements
         return SimpleNamespace(
-            q=row_major_stages(self.dtype, self.shape_q, slabs),
+            q=row_major_stages(self.dtype, self.shape_q, slabs, elements),
             k=row_major_stages(self.dtype, self.shape_k, self.tiles.stages_k),
             v=row_major_stages(self.dtype, self.shape_v, self.tiles.stages_v),
+            o=row_major_stages(self.dtype, self.shape_o, slabs, elements),
         )
 
     def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
@@ -174,9 +178,11 @@ class FwdSm90:
         stream,
     ):
         layouts = self.smem_layouts()
-        load_q, tma_q = self.tma(q, layouts.q, self.shape_q)
-        load_k, tma_k = self.tma(k, layouts.k, self.shape_k)
-        load_v, tma_v = self.tma(v, layouts.v, self.shape_v)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load_q, tma_q = self.tma(load, q, layouts.q, self.shape_q)
+        load_k, tma_k = self.tma(load, k, layouts.k, self.shape_k)
+        load_v, tma_v = self.tma(load, v, layouts.v, self.shape_v)
+        store_o, tma_o = self.tma(store, o, layouts.o, self.shape_o)
         batch, len_q, heads_q, _ = q.shape
         order = TileOrder(
             q_tiles=cute.ceil_div(len_q, self.tiles.tile_q),
@@ -185,7 +191,7 @@ class FwdSm90:
             section=self.sequences_in_l2(q, k),
             longest_first=self.facts.causal,
         )
-        tensors, atoms = (tma_q, tma_k, tma_v, sequence_first(o), lse), (load_q, load_k, load_v)
+        tensors, atoms = (tma_q, tma_k, tma_v, tma_o, lse), (load_q, load_k, load_v, store_o)
         args = Args(*tensors, *atoms, scale, order, counter)
         self.kernel(args).launch(
             grid=[cutlass.min(order.count, SMS), 1, 1],
@@ -200,23 +206,23 @@ class FwdSm90:
         heads_kv = Int32(L2_BYTES // key_bytes) // k.shape[1]
         return cutlass.max(heads_kv, 1) * (q.shape[2] // k.shape[2])
 
-    def tma(self, tensor: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]):
+    def tma(self, op, tensor: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]):
         """(atom, coordinates) for one stage of `layout`; boxes are clipped at sequence and head."""
         stage = cute.select(layout, mode=[0, 1])
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        return cpasync.make_tiled_tma_atom(load, sequence_first(tensor), stage, shape)
+        return cpasync.make_tiled_tma_atom(op, sequence_first(tensor), stage, shape)
 
     @cute.kernel
     def kernel(self, args: Args):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
-            for atom in (args.load_q, args.load_k, args.load_v):
+            for atom in (args.load_q, args.load_k, args.load_v, args.store_o):
                 cpasync.prefetch_descriptor(atom)
 
         smem, layouts, tiles = SmemAllocator(), self.smem_layouts(), self.tiles
         barriers = smem.allocate_array(cutlass.Int64, self.graph.mbarriers)
         queue = TileQueue.create(args.order, args.counter, smem)
-        sQ = view(allocate(smem, self.dtype, cute.cosize(layouts.q)), layouts.q)
+        slabs = allocate(smem, self.dtype, tiles.q_slabs * tiles.slab_elements)
+        sQ, sO = view(slabs, layouts.q), view(slabs, layouts.o)
         sK = view(allocate(smem, self.dtype, cute.cosize(layouts.k)), layouts.k)
         sV = view(allocate(smem, self.dtype, cute.cosize(layouts.v)), layouts.v)
         edges = self.graph.build(barriers)
@@ -229,7 +235,7 @@ class FwdSm90:
                 self.load(args, edges, queue, sQ, sK, sV)
         else:
             cute.arch.setmaxregister_increase(tiles.registers_consume)
-            self.consume(args, edges, queue, sQ, sK, sV)
+            self.consume(args, edges, queue, sQ, sK, sV, sO)
 
     def mask(self, args: Args) -> Mask:
         """Causal is a right bound of 0."""
@@ -279,7 +285,14 @@ class FwdSm90:
 
     @cute.jit
     def consume(
-        self, args: Args, edges, queue: TileQueue, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor
+        self,
+        args: Args,
+        edges,
+        queue: TileQueue,
+        sQ: cute.Tensor,
+        sK: cute.Tensor,
+        sV: cute.Tensor,
+        sO: cute.Tensor,
     ):
         """A consumer warpgroup: products, softmax and store of its 64 rows of each Q tile."""
         tile_q = self.tiles.tile_q
@@ -290,11 +303,13 @@ class FwdSm90:
         )
         share = self.share(args, group, sQ, sK, sV)
         share.turns.open()
+        lent_q, lent = edges.load_q.make_consumer(), Boolean(False)  # the oldest stage not released
         q_tile, head, batch, load_tile = queue.read(load_tile)
         while q_tile != NONE:
             mask = self.mask(args)
             q = load_q.wait_and_advance()
-            tSrQ = share.tSrQ.stage(q.index * self.tiles.consumer_warpgroups + group)
+            slab = q.index * self.tiles.consumer_warpgroups + group
+            tSrQ = share.tSrQ.stage(slab)
             rows = Rows(q_tile * tile_q + group * WGMMA_ROWS, head, batch, mask, tSrQ)
             share.softmax.reset()
             share.acc_O.fill(0.0)
@@ -302,24 +317,28 @@ class FwdSm90:
             if kv_end > 0:
                 # The first tile may be ragged, whatever kv_full says: masked in any case.
                 load_k = self.first_scores(share, rows, load_k, kv_end - 1)
-                masked = cutlass.max(kv_end - kv_full, 1)
-                k_there = Boolean(False)
-                if const_expr(self.facts.causal):
-                    for step in cutlass.range(1, masked, unroll=1):
-                        tile = kv_end - 1 - step
-                        load_k, load_v, k_there = self.step(
-                            share, rows, load_k, load_v, k_there, tile, masked=True
-                        )
-                for step in cutlass.range(masked, kv_end, unroll=1):
+            lent_q, lent = self.take_back(share, lent_q, lent)
+            masked = cutlass.max(kv_end - kv_full, 1)
+            k_there = Boolean(False)
+            if const_expr(self.facts.causal):
+                for step in cutlass.range(1, masked, unroll=1):
                     tile = kv_end - 1 - step
                     load_k, load_v, k_there = self.step(
-                        share, rows, load_k, load_v, k_there, tile, masked=False
+                        share, rows, load_k, load_v, k_there, tile, masked=True
                     )
-            q.release()  # every score is there
+            for step in cutlass.range(masked, kv_end, unroll=1):
+                tile = kv_end - 1 - step
+                load_k, load_v, k_there = self.step(
+                    share, rows, load_k, load_v, k_there, tile, masked=False
+                )
             if kv_end > 0:
                 load_v = self.last_product(share, load_v)
-            self.store(args, share, rows)
+            self.store(args, share, rows, sO[None, None, slab])
+            lent = Boolean(True)
+            if const_expr(self.tiles.stages_q == 1):
+                lent_q, lent = self.take_back(share, lent_q, lent)
             q_tile, head, batch, load_tile = queue.read(load_tile)
+        self.take_back(share, lent_q, lent)
 
     def share(self, args, group, sQ, sK, sV) -> Share:
         """Fragments and running state of consumer warpgroup `group`."""
@@ -417,28 +436,40 @@ class FwdSm90:
         )
 
     @cute.jit
-    def store(self, args: Args, share: Share, rows: Rows):
-        """LSE and O / l, from registers to global memory.
-
-        A quad writes 16 bytes of a row at a time, half a sector, which L2 puts together: no slab to
-        wait for, and nothing to wait for in the end.
-        """
+    def store(self, args: Args, share: Share, rows: Rows, sO: cute.Tensor):
+        """LSE from registers; O / l through sO (rows, columns), the slab that Q was in."""
         inverse, lse = share.softmax.finish()
         divide_rows(rows_by_columns(share.acc_O), inverse)
-        rO = cute.make_rmem_tensor_like(share.acc_O, self.dtype)
-        narrow(share.acc_O, rO)
 
         own_row, own_column = origin(share.mma_o, self.shape_o, share.thread)
         apart = offsets(share.mma_o, self.shape_o)
-        head = args.o[None, None, rows.head, rows.batch]
-        gO = cute.local_tile(head, self.shape_o, (rows.first // WGMMA_ROWS, 0))
-        tOgO = rows_by_columns(share.mma_o.get_slice(share.thread).partition_C(gO))
-        tOrO = rows_by_columns(rO)
-        for r in cutlass.range_constexpr(cute.size(lse)):
-            row = rows.first + own_row + apart[r, 0][0]
-            if row < rows.mask.len_q:
-                if own_column == 0:  # one lane of each quad
+        if own_column == 0:  # one lane of each quad
+            for r in cutlass.range_constexpr(cute.size(lse)):
+                row = rows.first + own_row + apart[r, 0][0]
+                if row < rows.mask.len_q:
                     args.lse[rows.batch, rows.head, row] = lse[r]
-                for octet in cutlass.range_constexpr(self.facts.head_dim_v // OCTET):
-                    pair = (r, (None, octet, 0))
-                    tOgO[pair].store(tOrO[pair].load())
+
+        rO = cute.make_rmem_tensor_like(share.acc_O, self.dtype)
+        narrow(share.acc_O, rO)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, share.mma_o).get_slice(share.thread)
+        first, threads = self.graph.barrier("store_o")
+        cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)  # Q is read
+        cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
+        cute.arch.fence_view_async_shared()  # TMA will read what was written here
+        cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)  # O is written
+        if share.thread < WARP_THREADS:
+            gO = cute.local_tile(args.o[None, None, rows.head, rows.batch], self.shape_o, (None, 0))
+            tOsO, tOgO = tma_tiles(args.store_o, sO, gO)
+            cute.copy(args.store_o, tOsO, tOgO[None, rows.first // WGMMA_ROWS])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def take_back(self, share: Share, lent_q, lent: Boolean):
+        """Release the stage of Q that was `lent` to O, once TMA has read it."""
+        if lent:
+            if share.thread < WARP_THREADS:  # the warp that stores
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            lent_q.release()
+            lent_q.advance()
+        return lent_q, Boolean(False)

@@ -111,11 +111,21 @@ class Tiles:
         return self.tile_kv * padded_head_dim(self.head_dim_v) * ELEMENT_BYTES
 
     @property
+    def q_slabs(self) -> int:
+        """One for each warpgroup in each stage of Q."""
+        return self.stages_q * self.consumer_warpgroups
+
+    @property
+    def slab_elements(self) -> int:
+        """Room for one warpgroup's rows of Q, and of O, which borrows their place at the end."""
+        return WGMMA_ROWS * max(padded_head_dim(self.head_dim), padded_head_dim(self.head_dim_v))
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA."""
-        rings = ("q", "k", "v")
-        stages = (getattr(self, f"stages_{x}") * getattr(self, f"{x}_bytes") for x in rings)
-        return BARRIER_BYTES + sum(stages)
+        slabs = self.q_slabs * self.slab_elements * ELEMENT_BYTES
+        rings = self.stages_k * self.k_bytes + self.stages_v * self.v_bytes
+        return BARRIER_BYTES + slabs + rings
 
     @property
     def registers(self) -> int:

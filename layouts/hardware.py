@@ -18,7 +18,6 @@ TRANSACTION_BYTES = 2**20 - 1  # that one mbarrier can expect
 
 WGMMA_ROWS = 64
 WGMMA_DEPTH = 16  # for 16-bit operands
-OCTET = 8  # columns of an accumulator's row that a quad of lanes holds, two each
 TMA_ALIGNMENT_BYTES = 16  # of base addresses and strides
 SWIZZLE_BYTES = 1024  # the pattern of a swizzled buffer repeats at this alignment
 
