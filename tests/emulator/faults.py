@@ -399,12 +399,8 @@ FAULTS = [
     Fault(
         "the slab is released first, and only then is the store of O waited for",
         {
-            "            if share.thread < WARP_THREADS:  # the warp": (
-                "            lent_q.release()\n            if share.thread < WARP_THREADS:  # the warp"
-            ),
-            "            lent_q.release()\n            lent_q.advance()": (
-                "            lent_q.advance()"
-            ),
+            "        if lent:\n": "        if lent:\n            lent_q.release()\n",
+            "lent_q.release()\n            lent_q.advance()": "lent_q.advance()",
         },
         kind="race",
         message=rf"write {AT_BYTE} read of the bulk copies of warp [48] lane 0 at {OTHER}: "
@@ -427,9 +423,7 @@ FAULTS = [
     ),
     Fault(
         "another warp than the one that stores O waits for it",
-        {
-            "if share.thread < WARP_THREADS:  # the warp": "if share.thread >= WARP_THREADS:  # the warp"
-        },
+        {"share.thread < WARP_THREADS:  # the warp": "share.thread >= WARP_THREADS:  # the warp"},
         kind="race",
         message=rf"write {AT_BYTE} read of the bulk copies of warp [48] lane 0 at {OTHER}: "
         r"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them",
@@ -441,7 +435,7 @@ FAULTS = [
     Fault(
         "nobody takes the last slab back",
         {
-            "            q_tile, head, batch, load_tile = queue.read(load_tile)\n        self.take_back(share, lent_q, lent)\n": "            q_tile, head, batch, load_tile = queue.read(load_tile)\n"
+            "        self.take_back(share, lent_q, lent)\n\n": "\n",
         },
         kind="unfinished copy",
         message=r"the CTA ends while a bulk copy may still read its shared memory",
@@ -461,11 +455,11 @@ FAULTS = [
     Fault(
         "O is written into the slab of the other warpgroup",
         {
-            "sO[None, None, slab]": "sO[None, None, q.index * self.tiles.consumer_warpgroups + 1 - group]"
+            "sO[None, None, slab]": "sO[None, None, slab + 1 - 2 * group]",
         },
         kind="race",
-        message=rf"write {AT_BYTE} read of wgmma of {ALL_CONSUMERS} at {OTHER}: wgmma\.mma_async\S+ .* "
-        r"with no synchronisation between them",
+        message=rf"write {AT_BYTE} read of wgmma of {ALL_CONSUMERS} at {OTHER}: "
+        r"wgmma\.mma_async\S+ .* with no synchronisation between them",
         line="cute.copy(atom, copy.retile(rO)",
         other="cute.gemm(",
     ),
