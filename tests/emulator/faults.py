@@ -58,7 +58,6 @@ class Fault:
 OTHER = r"(?P<file>\w+\.py):(?P<line>\d+)"
 AT_BYTE = r"of shared memory at byte \d+ and the"
 CONSUMERS = r"warp ([4-7]|4, 5, 6, 7)"
-ALL_CONSUMERS = r"warp (\d+|4, 5, 6, 7|8, 9, 10, 11)"
 QUEUE = "pipelines/tile_queue.py"
 SECOND_TILE_UNWRITTEN = (
     r"(4608 bytes of argument 3 are never written, the first at index \(0, 128, 0, 0\)|"
@@ -104,7 +103,7 @@ FAULTS = [
         r"with no synchronisation between them",
         line="cute.copy(args.load_q,",
         other="cute.copy(atom, copy.retile(rO)",
-        len_q=THREE_TILES,
+        tiles=ONE_STAGE_Q,
         ctas=1,
     ),
     Fault(
@@ -346,12 +345,8 @@ FAULTS = [
     Fault(
         "every lane draws a number: the next launch finds no tile left",
         {
-            "        if cute.arch.lane_idx() == 0:\n            drawn = cute.arch": (
-                "        if cute.arch.lane_idx() < WARP_THREADS:\n            drawn = cute.arch"
-            ),
-            "from .tile_order import": (
-                "from ..layouts.hardware import WARP_THREADS\nfrom .tile_order import"
-            ),
+            "        drawn = Int32(0)\n        if cute.arch.lane_idx() == 0:\n    ": "",
+            "    # Each tile but": "if cute.arch.lane_idx() == 0:\n            # Each tile but",
         },
         kind="unwritten output",
         message=SECOND_TILE_UNWRITTEN,
@@ -393,7 +388,7 @@ FAULTS = [
         rf"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them .*{CONSUMERS}",
         line="cute.gemm(",
         other="cute.copy(args.load_q,",
-        len_q=THREE_TILES,
+        tiles=ONE_STAGE_Q,
         ctas=1,
     ),
     Fault(
@@ -408,6 +403,7 @@ FAULTS = [
         line="cute.copy(args.load_q,",
         other="cute.copy(args.store_o,",
         len_q=THREE_TILES,
+        len_kv=FEW_KEYS,
         ctas=1,
     ),
     Fault(
@@ -458,10 +454,10 @@ FAULTS = [
             "sO[None, None, slab]": "sO[None, None, slab + 1 - 2 * group]",
         },
         kind="race",
-        message=rf"write {AT_BYTE} read of wgmma of {ALL_CONSUMERS} at {OTHER}: "
-        r"wgmma\.mma_async\S+ .* with no synchronisation between them",
-        line="cute.copy(atom, copy.retile(rO)",
-        other="cute.gemm(",
+        message=rf"read {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix\S+ .* "
+        r"with no synchronisation between them .*warp 8, 9, 10, 11\)",
+        line="cute.gemm(",
+        other="cute.copy(atom, copy.retile(rO)",
     ),
     Fault(
         "a slab that is lent is never released",
