@@ -216,9 +216,10 @@ FAULTS = [
         "shared buffers are aligned for vectors, not for TMA",
         {"byte_alignment=SWIZZLE_BYTES": "byte_alignment=16"},
         kind="misaligned",
-        message=r"box at shared address 0x480: 128-byte alignment is needed",
+        message=r"box at shared address 0x470: 128-byte alignment is needed",
         line="cute.copy(args.load_q,",
         file="layouts/smem.py",
+        tiles=ONE_STAGE_Q,  # 14 mbarriers and the slot happen to end at a multiple of 128
     ),
     Fault(
         "one row too few is announced for K",
