@@ -22,7 +22,8 @@ def forward(head_dim: int, causal: bool) -> Case:
     """Our own forward kernel, one CTA for all tiles of Q.
 
     Causal: four, two with more K/V tiles than there are stages, and two without, where waits for K
-    and V do not stand in for those for a tile of Q. Full: three, each with more, one more than there are stages of Q.
+    and V do not stand in for those for a tile of Q. Full: three, each with more. Both have more
+    tiles of Q than there are stages.
     """
     q, k, v = _inputs(600, 472, head_dim) if causal else _inputs(300, 500, head_dim)
     facts = ForwardFacts("bfloat16", head_dim, head_dim, causal)
