@@ -48,6 +48,7 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
         f"dropped: {_Q_RELEASE}": (1, _LAST),
         f"doubled: {_Q_RELEASE}": (1, _LAST),
         _WAIT + "`stage = load_tile.acquire_and_advance()`": (2, _RING),
+        _WAIT + "`stage = load_q.acquire_and_advance()`": (1, _RING),
     },
     "fa4-forward": {
         _FENCE: (3, _COVERED),
