@@ -22,9 +22,10 @@ def forward(head_dim: int, causal: bool) -> Case:
     """Our own forward kernel, one CTA for all tiles of Q.
 
     Causal: four, two with more K/V tiles than there are stages, and two without, where waits for K
-    and V do not stand in for those for a tile of Q. Full: two, each with more.
+    and V do not stand in for those for a tile of Q. Full: four, each with more. Both have more
+    tiles of Q than there are stages.
     """
-    q, k, v = _inputs(600, 472, head_dim) if causal else _inputs(200, 500, head_dim)
+    q, k, v = _inputs(600, 472, head_dim) if causal else _inputs(400, 500, head_dim)
     facts = ForwardFacts("bfloat16", head_dim, head_dim, causal)
     function, fakes, options = forward_kernel("sm_90a", facts)
     compiled = loader.compile(function, *fakes, arch="sm_90a", options=options)

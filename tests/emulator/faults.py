@@ -28,9 +28,10 @@ PACKAGE = Path(kernels.__file__).parents[1]
 FACTS = ForwardFacts("bfloat16", 32, 32, causal=False)
 CAUSAL = replace(FACTS, causal=True)
 # Small, to compile fast; two consumer warpgroups, so that everything that synchronises is there.
-TILES = Tiles("sm_90a", 32, 32, 32, 2, 2, 2, 24, 240, ping_pong=True, reason="small")
-O_APART = replace(TILES, o_apart=True, reason="small, and O has memory of its own")
+TILES = Tiles("sm_90a", 32, 32, 32, 2, 2, 2, 2, 24, 240, ping_pong=True, reason="small")
+ONE_STAGE_Q = replace(TILES, stages_q=1, reason="small, and each Q waits for the O before it")
 LEN_Q, LEN_KV = 200, 150
+THREE_TILES, FOUR_TILES = 330, 456  # of Q: more than it has stages
 FEW_KEYS = 60  # one K/V tile for each stage: no wait for a free one orders anything else
 
 
@@ -47,6 +48,7 @@ class Fault:
     file: str = "kernels/fwd_sm90.py"
     facts: ForwardFacts = FACTS
     tiles: Tiles = TILES
+    len_q: int = LEN_Q
     len_kv: int = LEN_KV
     ctas: int | None = None  # fewer than there are tiles: each takes several
     before: tuple[int, int] | None = None  # heads and CTAs of a launch with the same counter
@@ -91,16 +93,17 @@ FAULTS = [
     Fault(
         "Q is released before O, written in its place, is stored",
         {
-            "self.store(args, share, rows, sO)": (
-                "slab.release()\n            self.store(args, share, rows, sO)"
+            "            self.store(args, share, rows, sO[": (
+                "            q.release()\n            self.store(args, share, rows, sO["
             ),
-            "slab.release()  # only now: O was there": "pass",
+            "lent = Boolean(True)": "lent = Boolean(False)",
         },
         kind="race",
         message=rf"write {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix\S+ .* "
         r"with no synchronisation between them",
         line="cute.copy(args.load_q,",
         other="cute.copy(atom, copy.retile(rO)",
+        tiles=ONE_STAGE_Q,
         ctas=1,
     ),
     Fault(
@@ -132,6 +135,18 @@ FAULTS = [
         r"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them",
         line="cute.copy(args.load_q,",
         other="cute.copy(args.store_o,",
+        len_q=THREE_TILES,
+        ctas=1,
+    ),
+    Fault(
+        "the only slab is lent again while the store of O may still read it",
+        {"cute.arch.cp_async_bulk_wait_group(0, read=True)": "pass"},
+        kind="race",
+        message=rf"write {AT_BYTE} read of the bulk copies of warp [48] lane 0 at {OTHER}: "
+        r"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them",
+        line="cute.copy(args.load_q,",
+        other="cute.copy(args.store_o,",
+        tiles=ONE_STAGE_Q,
         ctas=1,
     ),
     Fault(
@@ -204,13 +219,14 @@ FAULTS = [
         message=r"box at shared address 0x470: 128-byte alignment is needed",
         line="cute.copy(args.load_q,",
         file="layouts/smem.py",
+        tiles=ONE_STAGE_Q,  # 14 mbarriers and the slot happen to end at a multiple of 128
     ),
     Fault(
         "one row too few is announced for K",
         {"k_bytes=tiles.k_bytes,": "k_bytes=tiles.k_bytes - tiles.k_bytes // tiles.tile_kv,"},
         kind="deadlock",
         message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: mbarrier\S+ .*: "
-        r"mbarrier at byte 32 of shared memory: waits for phase of parity 0, present phase has "
+        r"mbarrier at byte 48 of shared memory: waits for phase of parity 0, present phase has "
         r"parity 0, 0 of 1 arrivals missing and 64 bytes over those expected\n",
         line="k = load_k.wait_and_advance()",
         other="k = load_k.wait_and_advance()",
@@ -220,7 +236,7 @@ FAULTS = [
         {"v_bytes=tiles.v_bytes,": "v_bytes=tiles.v_bytes + tiles.v_bytes // tiles.tile_kv,"},
         kind="deadlock",
         message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: mbarrier\S+ .*: "
-        r"mbarrier at byte 64 of shared memory: waits for phase of parity 0, present phase has "
+        r"mbarrier at byte 80 of shared memory: waits for phase of parity 0, present phase has "
         r"parity 0, 0 of 1 arrivals and 64 bytes missing\n",
         line="v = load_v.wait_and_advance(load_v.try_wait())",
         other="v = load_v.wait_and_advance(load_v.try_wait())",
@@ -230,7 +246,7 @@ FAULTS = [
         {"cutlass.range(kv_end + 1, unroll=1)": "cutlass.range(kv_end, unroll=1)"},
         kind="deadlock",
         message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: mbarrier\S+ .*: "
-        r"mbarrier at byte 64 of shared memory: waits for phase of parity 0, present phase has "
+        r"mbarrier at byte 80 of shared memory: waits for phase of parity 0, present phase has "
         r"parity 0, 1 of 1 arrivals and 0 bytes missing\n",
         line="v = load_v.wait_and_advance()",
         other="v = load_v.wait_and_advance()",
@@ -321,7 +337,7 @@ FAULTS = [
     ),
     Fault(
         "a number is drawn and lost",
-        {"number = queue.number(drawn)": "number = queue.number(queue.draw())"},
+        {"number = queue.draw()": "queue.draw()\n            number = queue.draw()"},
         kind="unwritten output",
         message=SECOND_TILE_UNWRITTEN,
         line="",
@@ -330,12 +346,8 @@ FAULTS = [
     Fault(
         "every lane draws a number: the next launch finds no tile left",
         {
-            "        if cute.arch.lane_idx() == 0:\n            drawn = cute.arch": (
-                "        if cute.arch.lane_idx() < WARP_THREADS:\n            drawn = cute.arch"
-            ),
-            "from .tile_order import": (
-                "from ..layouts.hardware import WARP_THREADS\nfrom .tile_order import"
-            ),
+            "        drawn = Int32(0)\n        if cute.arch.lane_idx() == 0:\n    ": "",
+            "    # Each tile but": "if cute.arch.lane_idx() == 0:\n            # Each tile but",
         },
         kind="unwritten output",
         message=SECOND_TILE_UNWRITTEN,
@@ -367,39 +379,122 @@ FAULTS = [
     Fault(
         "Q is released after the first scores",
         {
-            "                k_there = Boolean(False)\n": (
-                "                k_there = Boolean(False)\n                slab.release()\n"
+            "            lent_q, lent = self.take_back(share, lent_q, lent)\n            masked": (
+                "            q.release()\n            masked"
             ),
-            "slab.release()  # every score is there": "pass",
+            "lent = Boolean(True)": "lent = Boolean(False)",
         },
         kind="race",
         message=rf"read {AT_BYTE} write of the copies on mbarrier at byte 16 at {OTHER}: "
         rf"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them .*{CONSUMERS}",
         line="cute.gemm(",
         other="cute.copy(args.load_q,",
-        tiles=O_APART,
+        tiles=ONE_STAGE_Q,
         ctas=1,
     ),
     Fault(
-        "O is written while the store of the last one may still read its slab",
-        {"self.stored(share)  # the last O has left": "pass"},
+        "the slab is released first, and only then is the store of O waited for",
+        {
+            "        if lent:\n": "        if lent:\n            lent_q.release()\n",
+            "lent_q.release()\n            lent_q.advance()": "lent_q.advance()",
+        },
         kind="race",
         message=rf"write {AT_BYTE} read of the bulk copies of warp [48] lane 0 at {OTHER}: "
         r"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them",
-        line="cute.copy(atom, copy.retile(rO)",
+        line="cute.copy(args.load_q,",
         other="cute.copy(args.store_o,",
-        tiles=O_APART,
+        len_q=THREE_TILES,
+        len_kv=FEW_KEYS,
         ctas=1,
     ),
     Fault(
-        "nobody waits for the store of the last O",
+        "one store of O fewer is waited for",
+        {"cp_async_bulk_wait_group(0, read=True)": "cp_async_bulk_wait_group(1, read=True)"},
+        kind="race",
+        message=rf"write {AT_BYTE} read of the bulk copies of warp [48] lane 0 at {OTHER}: "
+        r"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them",
+        line="cute.copy(args.load_q,",
+        other="cute.copy(args.store_o,",
+        len_q=THREE_TILES,
+        ctas=1,
+    ),
+    Fault(
+        "another warp than the one that stores O waits for it",
+        {"share.thread < WARP_THREADS:  # the warp": "share.thread >= WARP_THREADS:  # the warp"},
+        kind="race",
+        message=rf"write {AT_BYTE} read of the bulk copies of warp [48] lane 0 at {OTHER}: "
+        r"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them",
+        line="cute.copy(args.load_q,",
+        other="cute.copy(args.store_o,",
+        len_q=THREE_TILES,
+        ctas=1,
+    ),
+    Fault(
+        "nobody takes the last slab back",
         {
-            "        if const_expr(self.tiles.o_apart):\n            self.stored(share)\n\n": "\n",
+            "        self.take_back(share, lent_q, lent)\n\n": "\n",
         },
         kind="unfinished copy",
         message=r"the CTA ends while a bulk copy may still read its shared memory",
         line="cute.copy(args.store_o,",
-        tiles=O_APART,
+    ),
+    Fault(
+        "O is written into the first stage, whichever its Q was in",
+        {"sO[None, None, slab]": "sO[None, None, group]"},
+        kind="race",
+        message=rf"write {AT_BYTE} write of the copies on mbarrier at byte 16 at {OTHER}: "
+        rf"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them .*{CONSUMERS}",
+        line="cute.copy(atom, copy.retile(rO)",
+        other="cute.copy(args.load_q,",
+        len_q=THREE_TILES,
+        ctas=1,
+    ),
+    Fault(
+        "O is written into the slab of the other warpgroup",
+        {
+            "sO[None, None, slab]": "sO[None, None, slab + 1 - 2 * group]",
+        },
+        kind="race",
+        message=rf"read {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix\S+ .* "
+        r"with no synchronisation between them .*warp 8, 9, 10, 11\)",
+        line="cute.gemm(",
+        other="cute.copy(atom, copy.retile(rO)",
+    ),
+    Fault(
+        "a slab that is lent is never released",
+        {"            lent_q.release()\n": ""},
+        kind="deadlock",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 0 at {OTHER}: mbarrier\S+ .*: "
+        r"mbarrier at byte 32 of shared memory: waits for phase of parity 0, present phase has "
+        r"parity 0, 8 of 8 arrivals and 0 bytes missing\n",
+        line="stage = load_q.acquire_and_advance()",
+        other="stage = load_q.acquire_and_advance()",
+        len_q=THREE_TILES,
+        ctas=1,
+    ),
+    Fault(
+        "the first stage is released in place of the oldest",
+        {"            lent_q.advance()\n": ""},
+        kind="deadlock",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 0 at {OTHER}: mbarrier\S+ .*: "
+        r"mbarrier at byte 40 of shared memory: waits for phase of parity 0, present phase has "
+        r"parity 0, 8 of 8 arrivals and 0 bytes missing\n",
+        line="stage = load_q.acquire_and_advance()",
+        other="stage = load_q.acquire_and_advance()",
+        len_q=FOUR_TILES,
+        ctas=1,
+    ),
+    Fault(
+        "the only slab is lent until the next Q is there",
+        {"if const_expr(self.tiles.stages_q == 1):": "if const_expr(self.tiles.stages_q == 0):"},
+        kind="deadlock",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 0 at {OTHER}: mbarrier\S+ .*: "
+        r"mbarrier at byte 24 of shared memory: waits for phase of parity 0, present phase has "
+        r"parity 0, 8 of 8 arrivals and 0 bytes missing\n",
+        line="stage = load_q.acquire_and_advance()",
+        other="stage = load_q.acquire_and_advance()",
+        tiles=ONE_STAGE_Q,
+        ctas=1,
     ),
     Fault(
         "a K that was not seen passes for one that was",
@@ -415,7 +510,7 @@ FAULTS = [
         {"if negative(alpha[0]):": "if not negative(alpha[0]):"},
         kind="deadlock",
         message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 0 at .*\n"
-        rf"  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: mbarrier\S+ .*: mbarrier at byte 40 ",
+        rf"  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: mbarrier\S+ .*: mbarrier at byte 56 ",
         line="stage = load_k.acquire_and_advance()",
         other="k = load_k.wait_and_advance(k_there)",
     ),
@@ -433,9 +528,9 @@ def findings(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> list[emul
     session = Session(emulator.Options(raise_on_fault=False, order=fault.order))
 
     def attend(heads: int, ctas: int | None) -> None:
-        shapes = [(1, length, heads, 32) for length in (LEN_Q, fault.len_kv, fault.len_kv)]
+        shapes = [(1, length, heads, 32) for length in (fault.len_q, fault.len_kv, fault.len_kv)]
         q, k, v = (torch.randn(shape).bfloat16() for shape in shapes)
-        out, lse = torch.empty_like(q), torch.empty(1, heads, LEN_Q)
+        out, lse = torch.empty_like(q), torch.empty(1, heads, fault.len_q)
 
         def launch(launch: loader.Launch) -> None:
             session.launch(replace(launch, grid=(ctas, 1, 1)) if ctas else launch)

@@ -32,7 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import hopwell
 from hopwell.interface.demo import Case, exact, measure
 from hopwell.interface.functions import COMMON_HEAD_DIMS
-from hopwell.kernels.tiles import FORWARD, HEAD_DIMS, forward_tiles
+from hopwell.kernels.tiles import FORWARD, HEAD_DIMS, SHORT_LEN_Q, forward_tiles
 
 ARCH = "sm_90a"
 PEERS = {
@@ -54,9 +54,11 @@ class Configuration:
 
 
 def configurations(count: int, rng: random.Random) -> list[Configuration]:
-    """Random ones; rows of the tile table in turn, each with both masks."""
+    """Random ones; rows of the tile table in turn, each with both masks.
+
+    Those for short queries serve head dims that others do: a length chooses between them.
+    """
     pairs = [(head_dim, head_dim_v) for head_dim in HEAD_DIMS for head_dim_v in HEAD_DIMS]
-    # Rows for short queries serve no head dims of their own: lengths choose them, at random.
     served: dict[str, list[tuple[int, int]]] = {row.reason: [] for row in FORWARD if not row.short}
     for pair in pairs:
         served[forward_tiles(ARCH, *pair).reason].append(pair)
@@ -157,7 +159,7 @@ def nan_stays_in_its_rows(
 def shapes(count: int, there: list[Configuration], seed: int, device: str, longest: int) -> bool:
     """`count` random problems against float64."""
     rng = random.Random(seed)
-    failed, worst, met = 0, 0.0, Counter[str]()
+    failed, worst, met, rows = 0, 0.0, Counter[str](), set[str]()
     for i in range(count):
         case = draw(rng, there[i % len(there)], longest)
         how, layout = rng.choice(["plain", "transposed", "sliced"]), rng.choice(["bshd", "bhsd"])
@@ -173,11 +175,12 @@ def shapes(count: int, there: list[Configuration], seed: int, device: str, longe
         if nan and not nan_stays_in_its_rows(case, inputs, result, layout):
             failed += 1
             print("FAILED", case, how, layout, "with NaN rows")
+        short = case.causal and case.len_q <= SHORT_LEN_Q
+        rows.add(forward_tiles(ARCH, case.head_dim, case.head_dim_v, short).reason)
         unseen = case.causal and case.len_q > case.len_kv
         met.update({"outliers": outliers, "NaN rows": nan, "rows that see nothing": unseen})
         met.update({how: 1, layout: 1, f"{'causal' if case.causal else 'full'}": 1})
         met.update({"negative scale": (case.scale or 0) < 0, "scale 0": case.scale == 0})
-    rows = {forward_tiles(ARCH, one.head_dim, one.head_dim_v).reason for one in there[:count]}
     print(
         f"{count} shapes in {len(there)} configurations of {len(rows)} of {len(FORWARD)} rows, "
         f"{failed} failed; largest error {worst:.0%} of what rounding allows"

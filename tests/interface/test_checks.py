@@ -9,6 +9,7 @@ import torch
 
 import hopwell
 from hopwell.interface import checks, functions
+from hopwell.kernels.tiles import SHORT_LEN_Q
 
 
 def make(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> torch.Tensor:
@@ -399,5 +400,28 @@ def test_supported_names_the_kernel(emulated: None) -> None:
     assert answer.ok and not answer.reasons
     assert answer.kernel == (
         "forward for sm_90a (causal True, dtype bfloat16, head_dim 64, head_dim_v 64, "
-        "negative_scale False)"
+        "negative_scale False, short True)"
     )
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize(
+    ("len_q", "causal", "dims", "short"),
+    [
+        (SHORT_LEN_Q, True, (64, 64), True),
+        (SHORT_LEN_Q + 1, True, (64, 64), False),
+        (1, True, (8, 56), True),
+        (1, True, (64, 72), False),
+        (1, True, (72, 64), False),
+        (SHORT_LEN_Q, False, (64, 64), False),
+    ],
+)
+def test_short_causal_queries_have_a_kernel_of_their_own(
+    emulated: None, layout: Any, len_q: int, causal: bool, dims: tuple[int, int], short: bool
+) -> None:
+    q, k, v = (
+        make(1, length, heads, dim)
+        for length, heads, dim in ((len_q, 2, dims[0]), (1100, 1, dims[0]), (1100, 1, dims[1]))
+    )
+    answer = hopwell.supported(*_seen((q, k, v), layout), causal=causal, layout=layout)
+    assert answer.ok and answer.kernel.endswith(f", short {short})")

@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 import hopwell
 from hopwell.interface import checks, functions
 from hopwell.interface import compile as compiling
+from hopwell.kernels.tiles import SHORT_LEN_Q
 
 from . import standin
 
@@ -34,9 +35,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 @dataclass
 class Cuda:
-    """What `_counter` asks torch.cuda."""
+    """What `_counter` asks torch."""
 
-    device: int = 0
     streams: list[int] = field(default_factory=lambda: [7, 7])  # the current one of each device
     capturing: bool = False
     made: list[torch.device] = field(default_factory=list)  # for each counter, where
@@ -44,11 +44,8 @@ class Cuda:
     def is_current_stream_capturing(self) -> bool:
         return self.capturing
 
-    def current_device(self) -> int:
-        return self.device
-
-    def current_stream(self, index: int) -> SimpleNamespace:
-        return SimpleNamespace(cuda_stream=self.streams[index])
+    def current_raw_stream(self, index: int) -> int:
+        return self.streams[index]
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self.made.append(device)
@@ -58,8 +55,9 @@ class Cuda:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     cuda = Cuda()
-    for name in ("is_current_stream_capturing", "current_device", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    capturing, stream = cuda.is_current_stream_capturing, cuda.current_raw_stream
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", stream, raising=False)
     monkeypatch.setattr(torch, "zeros", cuda.zeros)
     monkeypatch.setattr(functions, "_counters", {})
     return cuda
@@ -101,7 +99,7 @@ def test_a_warmed_call_does_little(
     assert seen["empty_strided"] == 2
     del seen["<lambda>"], seen["append"], seen["setprofile"]  # this test's own
     allowed = {"attention", "forward", "active", "get", "empty_strided"}
-    allowed |= {"_counter", "is_current_stream_capturing", "current_stream"}
+    allowed |= {"_counter", "is_current_stream_capturing", "current_raw_stream"}
     assert set(seen) <= allowed, seen
     assert seen.total() <= 7 + 4, seen
     assert launches[0][6] is launches[1][6] and cuda.made == [device]
@@ -133,14 +131,6 @@ def test_each_stream_of_each_device_has_a_counter(cuda: Cuda) -> None:
     assert functions._counter(devices[0]) is first
     assert functions._counter(devices[1]) is other_device
     assert cuda.made == [devices[0], devices[1], devices[0]]
-
-
-def test_a_device_without_an_index_is_the_current_one(cuda: Cuda) -> None:
-    cuda.device, cuda.streams = 1, [7, 8]
-    assert functions._counter(torch.device("cuda")) is functions._counter(torch.device("cuda", 1))
-    assert functions._counter(torch.device("cuda", 0)) is not functions._counter(
-        torch.device("cuda")
-    )
 
 
 def test_each_captured_launch_has_a_counter_that_its_graph_clears(cuda: Cuda) -> None:
@@ -193,12 +183,38 @@ def test_warmup_launches_each_kernel_once_where_it_can_run(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "arch_of", lambda _: None)
-    assert hopwell.warmup("sm_90a", head_dims=[64]) == 4
+    assert hopwell.warmup("sm_90a", head_dims=[64]) == 6
     assert not launches
     monkeypatch.setattr(checks, "arch_of", lambda _: "sm_90a")
     assert hopwell.warmup("sm_90a", head_dims=[(80, 40)]) == 4
     assert len(launches) == 4
     for *tensors, scale, counter, heads_first in launches:
-        dims = [(1, 1, 1, head_dim) for head_dim in (80, 80, 40, 40)]
-        assert [tuple(tensor.shape) for tensor in tensors] == [*dims, (1, 1, 1)]
+        len_q = tensors[0].shape[1]
+        sizes = ((len_q, 80), (1, 80), (1, 40), (len_q, 40))
+        shapes = [(1, length, 1, head_dim) for length, head_dim in sizes]
+        assert [tuple(tensor.shape) for tensor in tensors] == [*shapes, (1, 1, len_q)]
         assert scale == 80**-0.5 and counter.tolist() == [0] and not heads_first
+
+
+def test_warmup_launches_the_kernels_that_it_compiled(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those for short queries and for others of one head_dim: on as many queries as each needs."""
+    compiled, launched = [], []
+
+    def launcher(spec: compiling.Spec, *, emulated: bool) -> compiling.Launcher:
+        compiled.append(spec)
+        return compiling.Launcher(lambda q, *_: launched.append((spec, q.shape[1])), {})
+
+    monkeypatch.setattr(compiling, "launcher", launcher)
+    monkeypatch.setattr(checks, "arch_of", lambda _: "sm_90a")
+    assert hopwell.warmup("sm_90a", head_dims=[(64, 40)], dtypes=[torch.float16]) == 3
+    assert {(spec, 1) for spec in compiled if not long(spec)} | {
+        (spec, SHORT_LEN_Q + 1) for spec in compiled if long(spec)
+    } == set(launched)
+    assert len(launched) == len(set(compiled)) == 3
+
+
+def long(spec: compiling.Spec) -> bool:
+    facts = dict(spec.facts)
+    return bool(facts["causal"] and not facts["short"])

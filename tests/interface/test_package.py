@@ -105,11 +105,14 @@ def test_info_as_json() -> None:
 
 def test_info_lists_what_kernels_take_of_an_sm() -> None:
     found = json.loads(command("info", "--kernels", "--json", "--head-dims", "64,8/16").output)
-    assert [(row["head_dim"], row["head_dim_v"], row["causal"]) for row in found] == [
-        (64, 64, False),
-        (64, 64, True),
-        (8, 16, False),
-        (8, 16, True),
+    named = ("head_dim", "head_dim_v", "causal", "short", "tile_q", "stages_q")
+    assert [tuple(row[name] for name in named) for row in found] == [
+        (64, 64, False, False, 192, 2),
+        (64, 64, True, False, 192, 2),
+        (64, 64, True, True, 128, 2),
+        (8, 16, False, False, 192, 2),
+        (8, 16, True, False, 192, 2),
+        (8, 16, True, True, 128, 2),
     ]
     for row in found:
         entry, load, consume = (row[f"registers_{role}"] for role in ("entry", "load", "consume"))
@@ -168,8 +171,14 @@ def test_compile_writes_what_load_takes(tmp_path: Path) -> None:
     entries = hopwell.compile(
         "sm_90a", out=tmp_path, dtypes=[torch.float16], head_dims=[64], causal=[True]
     )
-    assert [entry.facts["facts"]["negative_scale"] for entry in entries] == [False, True]
-    assert hopwell.load(tmp_path) == 2
+    made = [entry.facts["facts"] for entry in entries]
+    assert [(facts["negative_scale"], facts["short"]) for facts in made] == [
+        (False, False),
+        (False, True),
+        (True, False),
+        (True, True),
+    ]
+    assert hopwell.load(tmp_path) == 4
     compiling.forget()
 
 

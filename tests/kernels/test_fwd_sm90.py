@@ -19,6 +19,7 @@ from .built import CAUSAL, build
 
 D64 = replace(CAUSAL, head_dim=64, head_dim_v=64)
 D64_FULL = replace(D64, causal=False)
+D64_SHORT = replace(D64, short=True)
 D192 = replace(CAUSAL, head_dim=192)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -91,8 +92,11 @@ def check(facts: ForwardFacts, c: Case) -> None:
     torch.testing.assert_close(c.lse.double(), lse, atol=2e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "facts",
+    [D64_FULL, D64, D64_SHORT, replace(CAUSAL, causal=False), CAUSAL],
+    ids=["64-full", "64-causal", "64-short", "128-full", "128-causal"],
+)
 @pytest.mark.parametrize(
     ("len_q", "len_kv", "heads", "batch"),
     [
@@ -107,9 +111,8 @@ def check(facts: ForwardFacts, c: Case) -> None:
     ],
 )
 def test_against_float64(
-    head_dim: int, causal: bool, len_q: int, len_kv: int, heads: tuple[int, int], batch: int
+    facts: ForwardFacts, len_q: int, len_kv: int, heads: tuple[int, int], batch: int
 ) -> None:
-    facts = ForwardFacts("bfloat16", head_dim, head_dim, causal)
     c = case(facts, len_q, len_kv, heads, batch)
     run(facts, c)
     check(facts, c)
@@ -233,10 +236,14 @@ def run_on(ctas: int, facts: ForwardFacts, c: Case, **options: Any) -> Counters:
 
 
 @pytest.mark.parametrize("ctas", [1, 3])
-@pytest.mark.parametrize("facts", [D64, D64_FULL, D192], ids=["64-causal", "64-full", "192-causal"])
+@pytest.mark.parametrize(
+    "facts",
+    [D64, D64_SHORT, D64_FULL, D192],
+    ids=["64-causal", "64-short", "64-full", "192-causal"],
+)
 def test_fewer_ctas_than_tiles_take_them_in_turn(facts: ForwardFacts, ctas: int) -> None:
-    """The loop over tiles: O in a slab of its own, or in one that the next Q waits for."""
-    assert build(facts).kernel.tiles.o_apart == (facts.head_dim == 64)
+    """The loop over tiles: O leaves from one stage of Q while the other has the next, or alone."""
+    assert build(facts).kernel.tiles.stages_q == (2 if facts.head_dim == 64 else 1)
     c = case(facts, 500, 300, (2, 1))
     run_on(ctas, facts, c, order="random", seed=ctas)
     check(facts, c)

@@ -14,7 +14,9 @@ FACTS = [
     CAUSAL,
     replace(CAUSAL, causal=False),
     replace(CAUSAL, head_dim=64, head_dim_v=64),
+    replace(CAUSAL, head_dim=64, head_dim_v=64, short=True),
     replace(CAUSAL, head_dim=64, head_dim_v=64, causal=False),
+    replace(CAUSAL, head_dim=192),
     replace(CAUSAL, dtype="float16"),
     replace(CAUSAL, negative_scale=True),
 ]
@@ -28,7 +30,8 @@ def test_no_register_is_spilled(facts: ForwardFacts) -> None:
 @pytest.mark.parametrize("facts", FACTS, ids=str)
 def test_the_tile_row_is_what_was_compiled(facts: ForwardFacts) -> None:
     compiled = build(facts)
-    tiles = forward_tiles("sm_90a", facts.head_dim, facts.head_dim_v)
+    tiles = forward_tiles("sm_90a", facts.head_dim, facts.head_dim_v, facts.short)
+    assert compiled.kernel.tiles == tiles
     assert f".reqntid {tiles.threads}" in compiled.ptx
     assert re.findall(r"setmaxnreg\.(\w+)\.sync\.aligned\.u32\s+(\d+)", compiled.ptx) == [
         ("dec", str(tiles.registers_load)),
@@ -64,7 +67,7 @@ def test_the_loop_over_whole_tiles_has_no_mask(facts: ForwardFacts) -> None:
         re.DOTALL,
     )
     selects = sorted(len(re.findall(r"selp\.f32", text)) for text in in_softmax)
-    tile_kv = forward_tiles("sm_90a", facts.head_dim, facts.head_dim_v).tile_kv
+    tile_kv = build(facts).kernel.tiles.tile_kv
     assert selects == ([2, tile_kv // 2 + 2] if facts.causal else [2])
 
 

@@ -8,9 +8,10 @@ from hopwell.pipelines.forward_sm90 import forward_graph
 from hopwell.pipelines.graph import Edge, Graph, Rendezvous, Role
 
 
-def graph(consumer_warpgroups: int = 2) -> Graph:
+def graph(consumer_warpgroups: int = 2, stages_q: int = 2) -> Graph:
     return forward_graph(
         consumer_warpgroups=consumer_warpgroups,
+        stages_q=stages_q,
         stages_k=2,
         stages_v=3,
         q_bytes=32768,
@@ -21,11 +22,12 @@ def graph(consumer_warpgroups: int = 2) -> Graph:
     )
 
 
+@pytest.mark.parametrize("stages_q", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_counts_follow_from_the_roles(groups: int) -> None:
-    g = graph(groups)
+def test_counts_follow_from_the_roles(groups: int, stages_q: int) -> None:
+    g = graph(groups, stages_q)
     assert g.threads == 128 * (1 + groups)
-    assert g.mbarriers == 2 * (1 + 1 + 2 + 3)
+    assert g.mbarriers == 2 * (1 + stages_q + 2 + 3)
     # One elected thread announces the bytes of a stage, every consumer warp releases it. Every
     # thread of the producer warp posts a tile, and every consumer thread releases it.
     assert {edge.name: g.arrive_counts(edge) for edge in g.edges} == {

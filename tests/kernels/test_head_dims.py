@@ -11,7 +11,7 @@ from .test_fwd_sm90 import case, check, run
 # The largest and the smallest that each row serves, columns that no wide swizzle divides, and the
 # most unlike of q's and v's.
 DIMS = [
-    *((row.head_dim, row.head_dim_v, "bfloat16") for row in FORWARD),
+    *((row.head_dim, row.head_dim_v, "bfloat16") for row in FORWARD if not row.short),
     (8, 8, "float16"),
     (56, 24, "bfloat16"),
     (72, 72, "float16"),
@@ -30,12 +30,30 @@ DIMS = [
 ]
 
 
+SHORT = [
+    *((row.head_dim, row.head_dim_v, "bfloat16") for row in FORWARD if row.short),
+    (8, 8, "float16"),
+    (56, 24, "bfloat16"),
+    (8, 64, "float16"),
+    (64, 8, "bfloat16"),
+]
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "dtype"), DIMS)
 def test_no_spill_and_right(head_dim: int, head_dim_v: int, dtype: str, causal: bool) -> None:
-    facts = ForwardFacts(dtype, head_dim, head_dim_v, causal)
+    check_kernel(ForwardFacts(dtype, head_dim, head_dim_v, causal))
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "dtype"), SHORT)
+def test_no_spill_and_right_for_short_queries(head_dim: int, head_dim_v: int, dtype: str) -> None:
+    check_kernel(ForwardFacts(dtype, head_dim, head_dim_v, causal=True, short=True))
+
+
+def check_kernel(facts: ForwardFacts) -> None:
     compiled = build(facts)
-    assert compiled.kernel.tiles == forward_tiles("sm_90a", head_dim, head_dim_v)
+    tiles = forward_tiles("sm_90a", facts.head_dim, facts.head_dim_v, facts.short)
+    assert compiled.kernel.tiles == tiles and tiles.short == facts.short
     check_registers(compiled)
     # Two tiles of Q and up to five of K and V, ragged; causal: rows with nothing to attend.
     for len_q, len_kv, order in ((200, 333, "eager"), (270, 75, "random")):

@@ -13,7 +13,7 @@ ROW = forward_tiles("sm_90a", 128, 128)
 
 
 def test_rows_are_keyed_once_and_give_a_reason() -> None:
-    keys = [(row.arch, row.head_dim, row.head_dim_v) for row in FORWARD]
+    keys = [(row.arch, row.head_dim, row.head_dim_v, row.short) for row in FORWARD]
     assert len(set(keys)) == len(keys)
     assert all(row.reason for row in FORWARD)
     assert len({row.reason for row in FORWARD}) == len(FORWARD)
@@ -27,10 +27,24 @@ def test_sizes_of_a_row() -> None:
     assert ROW.registers == 128 * (24 + 2 * 240)
 
 
-def test_o_borrows_a_slab_that_holds_the_wider_of_q_and_o() -> None:
-    wide_v = dataclasses.replace(ROW, head_dim=64, head_dim_v=192)
+@pytest.mark.parametrize("stages_q", [1, 2])
+def test_o_borrows_a_slab_that_holds_the_wider_of_q_and_o(stages_q: int) -> None:
+    wide_v = dataclasses.replace(ROW, head_dim=64, head_dim_v=192, tile_kv=64, stages_q=stages_q)
     assert wide_v.slab_elements == 64 * 192
-    assert wide_v.q_bytes == 128 * 64 * 2
+    assert wide_v.q_slabs == 2 * stages_q
+    assert wide_v.q_bytes == 128 * 64 * 2  # what TMA brings
+    assert wide_v.smem_bytes == 1024 + 2 * (stages_q * 128 * 192 + 2 * 64 * (64 + 192))
+    wide_q = dataclasses.replace(wide_v, head_dim=192, head_dim_v=64)
+    assert wide_q.slab_elements == wide_v.slab_elements
+    assert wide_q.smem_bytes == wide_v.smem_bytes
+
+
+def test_a_q_has_a_second_stage_where_it_fits() -> None:
+    for row in FORWARD:
+        assert row.stages_q == (2 if row.head_dim <= 128 else 1)
+        if row.stages_q == 1:
+            with pytest.raises(ValueError, match=r"smem_bytes"):
+                dataclasses.replace(row, stages_q=2)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +57,7 @@ def test_o_borrows_a_slab_that_holds_the_wider_of_q_and_o() -> None:
         ({"tile_kv": 272}, r"tile_kv=272"),
         ({"consumer_warpgroups": 4}, r"consumer_warpgroups=4"),
         ({"consumer_warpgroups": 1}, r"ping_pong=True"),
+        ({"stages_q": 0}, r"stages_q=0"),
         ({"stages_v": 0}, r"stages_v=0"),
         ({"registers_load": 20}, r"registers_load=20"),
         ({"registers_consume": 236}, r"registers_consume=236"),
@@ -51,6 +66,7 @@ def test_o_borrows_a_slab_that_holds_the_wider_of_q_and_o() -> None:
         ({"registers_load": 176}, r"registers_load=176, .* takes from .* 168"),
         ({"consumer_warpgroups": 3}, r"registers=95232: a CTA gets 65536"),
         ({"stages_k": 5}, r"smem_bytes=295936: a CTA has 232448"),
+        ({"stages_q": 4}, r"smem_bytes=263168: a CTA has 232448"),
     ],
 )
 def test_a_row_that_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
@@ -59,17 +75,30 @@ def test_a_row_that_does_not_fit_is_refused(change: dict[str, Any], message: str
 
 
 def test_three_consumer_warpgroups_fit() -> None:
-    row = Tiles("sm_90a", 64, 64, 128, 3, 2, 2, 32, 160, True, reason="as in FlashAttention-4")
+    row = Tiles("sm_90a", 64, 64, 128, 3, 2, 2, 2, 32, 160, True, reason="as in FlashAttention-4")
     assert (row.tile_q, row.threads, row.registers) == (192, 512, 65536)
 
 
-def test_every_pair_of_head_dims_has_tiles_of_its_own_within_its_row() -> None:
+@pytest.mark.parametrize("short", [False, True])
+def test_every_pair_of_head_dims_has_tiles_of_its_own_within_its_row(short: bool) -> None:
     for head_dim, head_dim_v in itertools.product(HEAD_DIMS, HEAD_DIMS):
-        tiles = forward_tiles("sm_90a", head_dim, head_dim_v)
+        tiles = forward_tiles("sm_90a", head_dim, head_dim_v, short)
         assert (tiles.head_dim, tiles.head_dim_v) == (head_dim, head_dim_v)
         (row,) = (row for row in FORWARD if row.reason == tiles.reason)
         assert row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
         assert row.smem_bytes >= tiles.smem_bytes
+        assert row.short <= short
+
+
+def test_short_queries_have_tiles_of_two_warpgroups_up_to_head_dim_64() -> None:
+    for head_dim, head_dim_v in itertools.product(HEAD_DIMS, HEAD_DIMS):
+        tiles = forward_tiles("sm_90a", head_dim, head_dim_v)
+        short = forward_tiles("sm_90a", head_dim, head_dim_v, short=True)
+        if max(head_dim, head_dim_v) <= 64:
+            assert short.short and (short.tile_q, tiles.tile_q) == (128, 192)
+        else:
+            assert short == tiles
+        assert not tiles.short
 
 
 @pytest.mark.parametrize(
