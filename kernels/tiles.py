@@ -224,7 +224,7 @@ FORWARD: tuple[Tiles, ...] = (
         registers_load=40,
         registers_consume=232,
         ping_pong=True,
-        reason="209 KiB: the tiles of 128 fit, a second slab for O (48 KiB) does not; "
+        reason="209 KiB: the tiles of 128 fit, a second stage of Q (48 KiB) does not; "
         "the producer is given what the consumers leave",
     ),
     Tiles(
