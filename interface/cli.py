@@ -160,6 +160,14 @@ def io(arguments: tuple[str, ...]) -> None:
 
 
 @_handed_on
+def tune(arguments: tuple[str, ...]) -> None:
+    """Time the tile table's rows beside their neighbours on this machine's GPU."""
+    from ..benchmarks import tune as tuning
+
+    tuning.main(list(arguments), prog_name="python -m hopwell tune")
+
+
+@_handed_on
 def bench(arguments: tuple[str, ...]) -> None:
     """Time forward against its peers on this machine's GPU."""
     from ..benchmarks import forward

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .tiles import Tiles, forward_tiles
+
 
 @dataclass(frozen=True)
 class ForwardFacts:
@@ -21,13 +23,14 @@ class ForwardFacts:
 
 
 def forward_kernel(
-    arch: str, facts: ForwardFacts
+    arch: str, facts: ForwardFacts, tiles: Tiles | None = None
 ) -> tuple[Callable[..., None], tuple[Any, ...], str]:
     """What `cute.compile` needs to build the forward kernel of these facts.
 
     Args:
         arch: target, such as "sm_90a".
         facts: the compile-time facts.
+        tiles: in place of the row of the table, for these head dims.
 
     Returns:
         (function, arguments, options) for `cute.compile(function, *arguments, options=options)`.
@@ -50,15 +53,14 @@ def forward_kernel(
         raise NotImplementedError(f"no forward kernel for {arch}; there is one for sm_90a")
     # Imported here: the compiler takes a second to import, and the facts alone need none of it.
     from .fwd_sm90 import FwdSm90
-    from .tiles import forward_tiles
 
-    tiles = forward_tiles(arch, facts.head_dim, facts.head_dim_v, facts.short)
-    kernel = FwdSm90(facts, tiles)
+    row = tiles or forward_tiles(arch, facts.head_dim, facts.head_dim_v, facts.short)
+    kernel = FwdSm90(facts, row)
     return kernel, kernel.fake_arguments(), f"--enable-tvm-ffi --gpu-arch {arch}"
 
 
 def forward_function(
-    arch: str, facts: ForwardFacts
+    arch: str, facts: ForwardFacts, tiles: Tiles | None = None
 ) -> tuple[Callable[..., None], tuple[Any, ...], str]:
     """`forward_kernel` for tensors in either layout.
 
@@ -72,7 +74,7 @@ def forward_function(
     Raises:
         NotImplementedError, LookupError, ValueError: as `forward_kernel`.
     """
-    kernel, arguments, options = forward_kernel(arch, facts)
+    kernel, arguments, options = forward_kernel(arch, facts, tiles)
     from .either_layout import EitherLayout
 
     function = EitherLayout(kernel)
