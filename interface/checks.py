@@ -6,7 +6,6 @@ lists them all. Nothing else in the package raises for a user's input.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ LAYOUTS = {
     "bhsd": "(batch, heads, len, head_dim)",
 }
 DTYPES = (torch.float16, torch.bfloat16)
+LARGEST_SCALE = torch.finfo(torch.float32).max
 ALIGN_BYTES = 16  # what the TMA unit asks of a base address and of strides
 HEAD_DIM_NEEDED = f"a multiple of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
 
@@ -289,10 +289,17 @@ def _scale(scale: Any) -> Iterator[Problem]:
             TypeError,
             f"scale is a {type(scale).__name__}; needs a float or None; pass float(scale)",
         )
-    elif not math.isfinite(scale):
+    elif not holds(scale):
         yield Problem(
-            ValueError, f"scale is {scale}; needs a finite number; None means 1/sqrt(head_dim)"
+            ValueError,
+            f"scale is {scale}; needs a finite number that float32 holds; "
+            "None means 1/sqrt(head_dim)",
         )
+
+
+def holds(scale: float) -> bool:
+    """Whether float32, which the kernels take, has room for it; an int of any size will do."""
+    return abs(scale) <= LARGEST_SCALE
 
 
 def _causal(causal: Any) -> Iterator[Problem]:

@@ -168,7 +168,7 @@ def forward(
             q.shape,
             k.shape,
             v.shape,
-            scale if scale is None else (type(scale), scale < 0, math.isfinite(scale)),
+            scale if scale is None else (type(scale), scale < 0, checks.holds(scale)),
             type(causal),
             causal,
             layout,

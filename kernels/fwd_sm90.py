@@ -203,8 +203,10 @@ class FwdSm90:
     def sequences_in_l2(self, q: cute.Tensor, k: cute.Tensor) -> Int32:
         """Heads of Q, over all batches, whose K and V fit the L2 cache together; at least one."""
         key_bytes = (self.facts.head_dim + self.facts.head_dim_v) * ELEMENT_BYTES
-        heads_kv = Int32(L2_BYTES // key_bytes) // k.shape[1]
-        return cutlass.max(heads_kv, 1) * (q.shape[2] // k.shape[2])
+        batch, len_kv, heads_kv, _ = k.shape
+        fit = cutlass.max(Int32(L2_BYTES // key_bytes) // len_kv, 1)
+        # No more than there are: times the group, it would not fit an Int32 for very short keys.
+        return cutlass.min(fit, batch * heads_kv) * (q.shape[2] // heads_kv)
 
     def tma(self, op, tensor: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]):
         """(atom, coordinates) for one stage of `layout`; boxes are clipped at sequence and head."""

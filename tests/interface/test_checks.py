@@ -166,7 +166,20 @@ INSIDE_EMULATE: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception]
         (q, k, v),
         {"scale": math.nan},
         ValueError,
-        "scale is nan; needs a finite number; None means 1/sqrt(head_dim)",
+        "scale is nan; needs a finite number that float32 holds; None means 1/sqrt(head_dim)",
+    ),
+    "scale, beyond float32": (
+        (q, k, v),
+        {"scale": -1e39},
+        ValueError,
+        "scale is -1e+39; needs a finite number that float32 holds; None means 1/sqrt(head_dim)",
+    ),
+    "scale, beyond any float": (
+        (q, k, v),
+        {"scale": 10**400},
+        ValueError,
+        f"scale is {10**400}; needs a finite number that float32 holds; "
+        "None means 1/sqrt(head_dim)",
     ),
     "causal": (
         (q, k, v),

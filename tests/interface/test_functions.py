@@ -175,6 +175,15 @@ def test_rows_with_nothing_to_attend(emulation: Emulation) -> None:
     assert errors(case, out, lse).fine
 
 
+def test_more_heads_a_key_than_an_int32_of_the_l2_cache() -> None:
+    # Heads whose K and V fit the cache, counted in queries: 2**20 of one key each, times 2048.
+    q, k = (torch.randn(shape).half() for shape in ((1, 129, 2048, 8), (1, 1, 1, 8)))
+    with hopwell.emulate("sm_90a", check=False):
+        out = hopwell.attention(q, k, k, causal=True)
+    assert torch.equal(out[:, -1], k[:, 0].expand_as(out[:, -1]))
+    assert not out[:, :-1].any()
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2, 1e-4])
 def test_scale(scale: float, emulation: Emulation) -> None:
     q, k, v = inputs(SMALL)
