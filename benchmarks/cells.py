@@ -67,13 +67,14 @@ def _pair(of_q: int, of_kv: int) -> str:
     return f"{of_q}" if of_q == of_kv else f"{of_q}/{of_kv}"
 
 
-def _of_tokens(length: int, heads: int, head_dim: int, head_dim_v: int, causal: bool) -> Cell:
+def of_tokens(length: int, heads: int, head_dim: int, head_dim_v: int, causal: bool) -> Cell:
+    """As many sequences of that length as 16,384 tokens are."""
     return Cell(TOKENS // length, length, heads, heads, head_dim, head_dim_v, causal)
 
 
 PRESETS: dict[str, tuple[Cell, ...]] = {
     "grid": tuple(
-        _of_tokens(length, HIDDEN // dim, dim, dim, causal)
+        of_tokens(length, HIDDEN // dim, dim, dim, causal)
         for dim, length, causal in product((64, 128, 256), (1024, 4096, 16384), (False, True))
     ),
     "models": (
@@ -85,7 +86,7 @@ PRESETS: dict[str, tuple[Cell, ...]] = {
         Cell(16, 512, 16, 16, 64, 64, False),
     ),
     "dims": tuple(
-        _of_tokens(4096, 16, *dims, causal)
+        of_tokens(4096, 16, *dims, causal)
         for dims, causal in product(((96, 96), (192, 128), (80, 80)), (False, True))
     ),
 }

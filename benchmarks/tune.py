@@ -26,7 +26,7 @@ from ..interface import compile as compiling
 from ..interface.cache import Store
 from ..kernels import ForwardFacts, forward_function
 from ..kernels.tiles import FORWARD, SHORT_LEN_Q, Tiles
-from .cells import HIDDEN, TOKENS, Cell
+from .cells import HIDDEN, Cell, of_tokens
 from .contenders import Call, times
 
 ROW = "row"  # what the table has
@@ -68,12 +68,11 @@ def spec(tiles: Tiles, causal: bool) -> compiling.Spec:
     facts = ForwardFacts("bfloat16", tiles.head_dim, tiles.head_dim_v, causal, short=tiles.short)
     fixed = {**asdict(tiles), **asdict(facts)}
     return compiling.Spec(
-        "tune", tiles.arch, tuple(sorted(fixed.items())), lambda: _function(tiles, facts)
+        "tune",
+        tiles.arch,
+        tuple(sorted(fixed.items())),
+        lambda: forward_function(tiles.arch, facts, tiles),
     )
-
-
-def _function(tiles: Tiles, facts: ForwardFacts) -> Any:
-    return forward_function(tiles.arch, facts, tiles)
 
 
 def build(tiles: Tiles, causal: bool, folder: str) -> int:
@@ -83,10 +82,9 @@ def build(tiles: Tiles, causal: bool, folder: str) -> int:
 
 
 def cell(tiles: Tiles, length: int, causal: bool) -> Cell:
-    """16,384 tokens of hidden size 2048, or of one head if the head is larger."""
-    heads = max(1, HIDDEN // tiles.head_dim)
-    dims = tiles.head_dim, tiles.head_dim_v
-    return Cell(TOKENS // length, length, heads, heads, *dims, causal)
+    """16,384 tokens of hidden size 2048."""
+    heads = HIDDEN // tiles.head_dim
+    return of_tokens(length, heads, tiles.head_dim, tiles.head_dim_v, causal)
 
 
 def call(tiles: Tiles, inputs: Sequence[torch.Tensor], causal: bool) -> Call:

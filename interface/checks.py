@@ -268,11 +268,11 @@ def _memory(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
                 f"{name} has a stride of {stride * size} bytes in {dim}; needs a multiple of "
                 f"{ALIGN_BYTES}; call {name}.contiguous(), which copies",
             )
-    yield from base(name, tensor)
+    yield from _base(name, tensor)
 
 
-def base(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
-    """Whether a tensor starts where the TMA unit can read; every call repeats this one check."""
+def _base(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
+    """Whether a tensor starts where the TMA unit can read."""
     if tensor.data_ptr() % ALIGN_BYTES:
         yield Problem(
             ValueError,

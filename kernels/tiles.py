@@ -92,7 +92,7 @@ class Tiles:
 
     @property
     def tile_q(self) -> int:
-        """Query rows of one CTA."""
+        """Query rows of a tile, which one CTA computes."""
         return WGMMA_ROWS * self.consumer_warpgroups
 
     @property

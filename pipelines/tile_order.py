@@ -1,4 +1,4 @@
-"""The order in which CTAs visit output tiles: one number stands for (batch, head, q_tile)."""
+"""The order in which CTAs take output tiles: one number stands for (batch, head, q_tile)."""
 
 from dataclasses import dataclass
 

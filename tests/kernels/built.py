@@ -31,10 +31,8 @@ class Compiled(NamedTuple):
 @cache
 def build(facts: ForwardFacts, tiles: Tiles | None = None) -> Compiled:
     """The kernel of these facts, from the table or from a row of its own."""
-    kernel, arguments, options = forward_kernel("sm_90a", facts)
-    if tiles:
-        kernel = FwdSm90(facts, tiles)
-        arguments = kernel.fake_arguments()
+    kernel, arguments, options = forward_kernel("sm_90a", facts, tiles)
+    assert isinstance(kernel, FwdSm90)
     with tempfile.TemporaryDirectory() as folder:
         options += f" --generate-line-info --keep-ptx --keep-cubin --dump-dir {folder}"
         compiled = cute.compile(kernel, *arguments, options=options)
