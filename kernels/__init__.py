@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .tiles import Tiles, forward_tiles
+from .tiles import BackwardTiles, Tiles, backward_tiles, forward_tiles
 
 
 @dataclass(frozen=True)
@@ -79,3 +79,66 @@ def forward_function(
 
     function = EitherLayout(kernel)
     return function, function.fake_arguments(arguments), options
+
+
+@dataclass(frozen=True)
+class BackwardFacts:
+    """Everything that is fixed when a backward function is compiled; all else is run-time."""
+
+    dtype: str  # "float16" or "bfloat16": q, k, v, o and the gradients alike
+    head_dim: int  # of q and k
+    head_dim_v: int  # of v and o
+    causal: bool  # a right bound on the keys exists (bottom-right aligned)
+    deterministic: bool = False  # the sums of dq are added up in one order
+    dlse: bool = False  # a gradient of lse comes in
+
+
+def backward_function(
+    arch: str, facts: BackwardFacts, tiles: BackwardTiles | None = None
+) -> tuple[Callable[..., None], tuple[Any, ...], str]:
+    """What `cute.compile` needs to build backward: one function that launches its three kernels.
+
+    Args:
+        arch: target, such as "sm_90a".
+        facts: the compile-time facts.
+        tiles: in place of the row of the table, for these head dims.
+
+    Returns:
+        (function, arguments, options) for `cute.compile(function, *arguments, options=options)`.
+        The compiled object is called as `(dout, q, k, v, out, lse, [dlse,] dq, dk, dv, workspace,
+        scale, heads_first)`, on the current stream of the TVM-FFI environment:
+            dout, q, k, v, out, dq, dk, dv: (batch, len, heads, head_dim), or with `heads_first`
+                (batch, heads, len, head_dim); 16-byte aligned, last stride 1, the others any
+                multiple of 8 elements, of inputs 0 too;
+            lse: (batch, heads_q, len_q), float32, contiguous, as forward returns it; -inf marks a
+                row that attends nothing;
+            dlse: as lse, any strides; there if and only if the facts say so;
+            workspace: 1-D, float32, 16-byte aligned, of `backward_workspace` elements or more;
+                neither its content before nor after matters;
+            scale: float, of any sign.
+        No extent may be 0.
+
+    Raises:
+        NotImplementedError: no kernels for `arch`.
+        LookupError, ValueError: no tiles for these head dims.
+    """
+    if arch != "sm_90a":
+        raise NotImplementedError(f"no backward kernels for {arch}; there are some for sm_90a")
+    from .backward import Backward
+
+    row = tiles or backward_tiles(arch, facts.head_dim, facts.head_dim_v)
+    function = Backward(facts, row)
+    return function, function.fake_arguments(), f"--enable-tvm-ffi --gpu-arch {arch}"
+
+
+def backward_workspace(
+    arch: str,
+    facts: BackwardFacts,
+    batch: int,
+    heads_q: int,
+    len_q: int,
+    tiles: BackwardTiles | None = None,
+) -> int:
+    """Elements of float32 that the function of these facts needs as its workspace."""
+    row = tiles or backward_tiles(arch, facts.head_dim, facts.head_dim_v)
+    return row.workspace_floats(batch, heads_q, len_q)

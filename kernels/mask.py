@@ -1,5 +1,7 @@
 """Which scores exist: the range of K/V tiles of a Q tile, and the predicate inside a tile.
 
+Backward sees the same from the other side: the Q tiles of a K/V tile, and scores transposed.
+
 Row i attends to the columns below min(len_kv, i + 1 + right + len_kv - len_q): the sequences are
 aligned at their ends (bottom-right), and causal is right = 0. Only the presence of the bound is a
 compile-time fact.
@@ -56,3 +58,37 @@ class Mask:
             limit = self.column_limit(row + offsets[r, 0][0]) - column
             for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
                 scores[r, c] = scores[r, c] if offsets[0, c][1] < limit else hidden
+
+    @cute.jit
+    def first_row(self, column: Int32) -> Int32:
+        """First row that attends to `column`: 0 or below when all do, len_q when none does."""
+        row = Int32(0)
+        if const_expr(self.right is not None):
+            row = column - self.right - self.len_kv + self.len_q
+        return row if column < self.len_kv else self.len_q
+
+    def q_tiles(self, column: Int32, tile_kv: int, tile_q: int) -> tuple[Int32, Int32, Int32]:
+        """(begin, full, end) for the K/V tile at `column`: its Q tiles, from `full` on unmasked.
+
+        All are masked where the tile is ragged: what is not there would not be 0, but exp2(-LSE).
+        """
+        end = cute.ceil_div(self.len_q, tile_q)
+        begin = cutlass.min(cutlass.max(self.first_row(column), 0) // tile_q, end)
+        last = cutlass.max(self.first_row(column + tile_kv - 1), 0)
+        return begin, cutlass.max(cutlass.min(cute.ceil_div(last, tile_q), end), begin), end
+
+    @cute.jit
+    def apply_transposed(
+        self, scores: cute.Tensor, offsets: cute.Tensor, column: Int32, row: Int32
+    ) -> None:
+        """Overwrite with 0 what does not exist.
+
+        Args:
+            scores: (columns, rows) of this thread, float32.
+            offsets: of the same shape, the (column, row) of each from the first.
+            column, row: where the first one lies.
+        """
+        for c in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            first = self.first_row(column + offsets[c, 0][0]) - row
+            for r in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+                scores[c, r] = scores[c, r] if offsets[0, r][1] >= first else Float32(0.0)

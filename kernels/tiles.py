@@ -6,6 +6,7 @@ tensor cores take. Nothing here imports the compiler, so tables can be read and 
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..layouts.hardware import (
     REGISTERS_PER_THREAD,
@@ -32,6 +33,35 @@ def padded_head_dim(head_dim: int) -> int:
     return -(-head_dim // WGMMA_DEPTH) * WGMMA_DEPTH
 
 
+def _check_row(tiles: "Tiles | BackwardTiles") -> None:
+    """What a row is for: raises ValueError when there is no such thing."""
+    if tiles.arch not in SMEM_BYTES:
+        raise ValueError(f"arch={tiles.arch!r}: needs one of {sorted(SMEM_BYTES)}")
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(tiles, name) not in HEAD_DIMS:
+            raise ValueError(
+                f"{name}={getattr(tiles, name)}: needs a multiple of {HEAD_DIMS.step} "
+                f"from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+            )
+
+
+def _check_resources(tiles: "Tiles | BackwardTiles") -> None:
+    """Raises ValueError when an SM has not the registers or the shared memory."""
+    for name in ("registers_load", "registers_consume"):
+        if getattr(tiles, name) not in REGISTERS_PER_THREAD:
+            raise ValueError(f"{name}={getattr(tiles, name)}: needs a multiple of 8, 24 to 256")
+    entry = registers_at_entry(tiles.threads)
+    if not tiles.registers_load <= entry <= tiles.registers_consume:
+        raise ValueError(
+            f"registers_load={tiles.registers_load}, registers_consume={tiles.registers_consume}:"
+            f" setmaxnreg takes from and gives to {entry}"
+        )
+    if tiles.registers > entry * tiles.threads:
+        raise ValueError(f"registers={tiles.registers}: a CTA gets {entry * tiles.threads}")
+    if tiles.smem_bytes > SMEM_BYTES[tiles.arch]:
+        raise ValueError(f"smem_bytes={tiles.smem_bytes}: a CTA has {SMEM_BYTES[tiles.arch]}")
+
+
 @dataclass(frozen=True)
 class Tiles:
     """Shape and resources of one Hopper kernel.
@@ -54,14 +84,7 @@ class Tiles:
     short: bool = False  # serves short queries under a causal mask, and no others
 
     def __post_init__(self) -> None:
-        if self.arch not in SMEM_BYTES:
-            raise ValueError(f"arch={self.arch!r}: needs one of {sorted(SMEM_BYTES)}")
-        for name in ("head_dim", "head_dim_v"):
-            if getattr(self, name) not in HEAD_DIMS:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: needs a multiple of {HEAD_DIMS.step} "
-                    f"from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
-                )
+        _check_row(self)
         if self.tile_kv % WGMMA_DEPTH or not WGMMA_DEPTH <= self.tile_kv <= 256:
             raise ValueError(f"tile_kv={self.tile_kv}: needs a multiple of {WGMMA_DEPTH} up to 256")
         if self.consumer_warpgroups not in (1, 2, 3):
@@ -71,19 +94,7 @@ class Tiles:
         for name in ("stages_q", "stages_k", "stages_v"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: needs at least one stage")
-        for name in ("registers_load", "registers_consume"):
-            if getattr(self, name) not in REGISTERS_PER_THREAD:
-                raise ValueError(f"{name}={getattr(self, name)}: needs a multiple of 8, 24 to 256")
-        entry = registers_at_entry(self.threads)
-        if not self.registers_load <= entry <= self.registers_consume:
-            raise ValueError(
-                f"registers_load={self.registers_load}, registers_consume={self.registers_consume}:"
-                f" setmaxnreg takes from and gives to {entry}"
-            )
-        if self.registers > entry * self.threads:
-            raise ValueError(f"registers={self.registers}: a CTA gets {entry * self.threads}")
-        if self.smem_bytes > SMEM_BYTES[self.arch]:
-            raise ValueError(f"smem_bytes={self.smem_bytes}: a CTA has {SMEM_BYTES[self.arch]}")
+        _check_resources(self)
 
     @property
     def threads(self) -> int:
@@ -275,4 +286,198 @@ def forward_tiles(arch: str, head_dim: int, head_dim_v: int, short: bool = False
             f"its rows go up to {[(row.head_dim, row.head_dim_v) for row in rows]}"
         )
     smallest = min(holds, key=lambda row: (row.head_dim + row.head_dim_v, not row.short))
+    return replace(smallest, head_dim=head_dim, head_dim_v=head_dim_v)
+
+
+SPLIT_COLUMNS = 64  # and multiples of them are split between two warpgroups
+BACKWARD_ROWS = 128  # of Q, of every backward kernel's tiles: they divide it
+
+
+def padded_rows(len_q: int) -> int:
+    """Rows that a sequence of Q takes in the workspace of backward: full tiles for every kernel."""
+    return -(-len_q // BACKWARD_ROWS) * BACKWARD_ROWS
+
+
+@dataclass(frozen=True)
+class BackwardTiles:
+    """Shape and resources of the main kernel of Hopper's backward, two consumer warpgroups.
+
+    The warpgroups split the K/V tile by `keys`: each has dK and dV of 64 keys, and P and dS stay in
+    its registers. Or, where registers do not hold so much, by `columns`: each has half of the
+    columns of dK and dV, computes half of the scores, and hands them over in shared memory.
+
+    Raises ValueError, naming the field and its value, for a row that the SM cannot run.
+    """
+
+    arch: str
+    head_dim: int  # of Q and K
+    head_dim_v: int  # of V and O
+    split: Literal["keys", "columns"]
+    tile_q: int  # query rows of one stage
+    stages_q: int
+    stages_do: int
+    registers_load: int  # per thread of the producer warpgroup
+    registers_consume: int  # per thread of a consumer warpgroup
+    reason: str
+
+    def __post_init__(self) -> None:
+        _check_row(self)
+        if self.split not in ("keys", "columns"):
+            raise ValueError(f"split={self.split!r}: needs 'keys' or 'columns'")
+        if self.tile_q % WGMMA_ROWS or BACKWARD_ROWS % self.tile_q:
+            raise ValueError(f"tile_q={self.tile_q}: needs {WGMMA_ROWS} or {BACKWARD_ROWS}")
+        if self.split == "columns" and self.tile_q != WGMMA_ROWS:
+            raise ValueError(f"tile_q={self.tile_q}: split='columns' needs {WGMMA_ROWS}")
+        for name in ("stages_q", "stages_do"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"{name}={getattr(self, name)}: needs two: one is read ahead")
+        _check_resources(self)
+
+    consumer_warpgroups = 2
+    exchange_stages = 2  # of dS, and of P: one is written while the other is read
+
+    @property
+    def threads(self) -> int:
+        """Threads of one CTA: a producer warpgroup, then the consumers."""
+        return WARPGROUP_THREADS * (1 + self.consumer_warpgroups)
+
+    @property
+    def tile_kv(self) -> int:
+        """Keys of a tile, which one CTA computes."""
+        return WGMMA_ROWS * (self.consumer_warpgroups if self.split == "keys" else 1)
+
+    @property
+    def dq_by_rows(self) -> bool:
+        """Whether a warpgroup computes half of dQ's rows; else half of its columns."""
+        return self.tile_q == self.consumer_warpgroups * WGMMA_ROWS
+
+    def _split_columns(self, head_dim: int) -> int:
+        """Columns whose halves are whole swizzle patterns, of 64 bytes at least."""
+        return -(-head_dim // SPLIT_COLUMNS) * SPLIT_COLUMNS
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of K's tile and of the dQ accumulator: the one rule for all three kernels."""
+        if self.dq_by_rows:
+            return padded_head_dim(self.head_dim)
+        return self._split_columns(self.head_dim)
+
+    @property
+    def q_columns(self) -> int:
+        """Columns of Q's tile and of dK."""
+        if self.split == "columns":
+            return self.dq_columns
+        return padded_head_dim(self.head_dim)
+
+    @property
+    def v_columns(self) -> int:
+        """Columns of V's and dO's tile and of dV."""
+        if self.split == "columns":
+            return self._split_columns(self.head_dim_v)
+        return padded_head_dim(self.head_dim_v)
+
+    @property
+    def k_bytes(self) -> int:
+        """The tile of K."""
+        return self.tile_kv * self.dq_columns * ELEMENT_BYTES
+
+    @property
+    def v_bytes(self) -> int:
+        """The tile of V."""
+        return self.tile_kv * self.v_columns * ELEMENT_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        """One float32 for each row of a tile of Q: of LSE, or of D."""
+        return 4 * self.tile_q
+
+    @property
+    def q_bytes(self) -> int:
+        """One stage of Q, with its LSE."""
+        return self.tile_q * self.q_columns * ELEMENT_BYTES + self.row_bytes
+
+    @property
+    def do_bytes(self) -> int:
+        """One stage of dO, with its D."""
+        return self.tile_q * self.v_columns * ELEMENT_BYTES + self.row_bytes
+
+    @property
+    def exchange_bytes(self) -> int:
+        """dS, and where it is not in registers P, of a tile: what the warpgroups hand over."""
+        tiles = self.exchange_stages * (1 if self.split == "keys" else 2)
+        return tiles * self.tile_kv * self.tile_q * ELEMENT_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA."""
+        rings = self.stages_q * self.q_bytes + self.stages_do * self.do_bytes
+        return BARRIER_BYTES + self.k_bytes + self.v_bytes + rings + self.exchange_bytes
+
+    @property
+    def registers(self) -> int:
+        """Registers of one CTA once setmaxnreg has moved them to the consumers."""
+        consume = self.consumer_warpgroups * self.registers_consume
+        return WARPGROUP_THREADS * (self.registers_load + consume)
+
+    def workspace_floats(self, batch: int, heads_q: int, len_q: int) -> int:
+        """Of the dQ accumulator, LSE and D, in float32."""
+        return batch * heads_q * padded_rows(len_q) * (self.dq_columns + 2)
+
+
+# S and dP take tile_q registers of a consumer thread, dK and dV (head_dim + head_dim_v) / 2, and
+# dQ, while S of the next tile is under way, tile_q * head_dim / 256.
+BACKWARD: tuple[BackwardTiles, ...] = (
+    BackwardTiles(
+        arch="sm_90a",
+        head_dim=64,
+        head_dim_v=64,
+        split="keys",
+        tile_q=128,
+        stages_q=2,
+        stages_do=2,
+        registers_load=24,
+        registers_consume=240,
+        reason="S, dP, dK and dV take 192 registers",
+    ),
+    BackwardTiles(
+        arch="sm_90a",
+        head_dim=128,
+        head_dim_v=128,
+        split="keys",
+        tile_q=64,
+        stages_q=2,
+        stages_do=2,
+        registers_load=24,
+        registers_consume=240,
+        reason="S, dP, dK and dV take 192 registers, as much as fits beside dQ and the operands",
+    ),
+    BackwardTiles(
+        arch="sm_90a",
+        head_dim=256,
+        head_dim_v=256,
+        split="columns",
+        tile_q=64,
+        stages_q=2,
+        stages_do=2,
+        registers_load=24,
+        registers_consume=240,
+        reason="226 KiB; of 64 keys dK and dV take 256 registers, so that a warpgroup holds half",
+    ),
+)
+
+
+def backward_tiles(arch: str, head_dim: int, head_dim_v: int) -> BackwardTiles:
+    """The smallest backward row that holds these head dims, as the tiles of exactly these.
+
+    Raises LookupError, listing the rows there are, when none of them does; ValueError when one
+    holds them but they are no multiples of 8.
+    """
+    rows = [row for row in BACKWARD if row.arch == arch]
+    holds = [row for row in rows if row.head_dim >= head_dim and row.head_dim_v >= head_dim_v]
+    if not holds:
+        raise LookupError(
+            f"no backward tiles for {arch} at head_dim={head_dim}, head_dim_v={head_dim_v}; "
+            f"its rows go up to {[(row.head_dim, row.head_dim_v) for row in rows]}"
+        )
+    smallest = min(holds, key=lambda row: row.head_dim + row.head_dim_v)
     return replace(smallest, head_dim=head_dim, head_dim_v=head_dim_v)

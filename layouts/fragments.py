@@ -1,6 +1,7 @@
-"""Register fragments of wgmma, seen as a kernel wants them; no data moves."""
+"""Register fragments of wgmma, seen as a kernel wants them, and their way to shared memory."""
 
 import cutlass.cute as cute
+from cutlass.cute.nvgpu import warp
 
 
 def rows_by_columns(acc: cute.Tensor) -> cute.Tensor:
@@ -47,3 +48,12 @@ def offsets(mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
 def origin(mma: cute.TiledMma, shape: tuple[int, int], thread: cute.Int32) -> cute.Coord:
     """(row, column) of this thread's first element in a (rows, columns) product."""
     return mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))[0]
+
+
+def write_fragment(
+    mma: cute.TiledMma, fragment: cute.Tensor, smem: cute.Tensor, thread: cute.Int32
+) -> None:
+    """Store a 16-bit accumulator to smem (rows, columns), with stmatrix."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), fragment.element_type)
+    copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+    cute.copy(atom, copy.retile(fragment), copy.partition_D(smem))

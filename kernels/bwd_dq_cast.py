@@ -1,0 +1,101 @@
+"""After backward's main kernel: dQ = scale * its accumulator, in 16 bits.
+
+Data: fragment order in global memory --16 bytes a lane--> the registers of the product that made it
+      --stmatrix--> swizzled smem --TMA, clipped at sequence and head--> dQ.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from ..layouts.fragments import accumulator, write_fragment
+from ..layouts.gmem import sequence_first, tma_tiles
+from ..layouts.hardware import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from ..layouts.smem import allocate, row_major_stages, view
+from .bwd_sm90 import BwdSm90
+from .bwd_workspace import QUAD
+from .wgmma import narrow
+
+
+@dataclass(frozen=True)
+class Args:
+    """What crosses from host to device."""
+
+    dq: cute.Tensor  # (len_q, head_dim, heads_q, batch), coordinates for its TMA atom
+    sums: cute.Tensor  # ((QUAD, thread, quads), warpgroup, q_tile, head, batch), float32
+    store_dq: cute.CopyAtom
+    scale: Float32
+
+
+class BwdDqCast:
+    """The kernel that undoes the fragment order of `main`."""
+
+    def __init__(self, main: BwdSm90) -> None:
+        self.main = main
+        self.dtype = main.dtype
+        self.tiles = main.tiles
+
+    def smem_layout(self) -> cute.ComposedLayout:
+        """(rows, columns, warpgroup)."""
+        return row_major_stages(self.dtype, self.main.shape_dq, self.tiles.consumer_warpgroups)
+
+    @cute.jit
+    def __call__(self, dq: cute.Tensor, sums: cute.Tensor, scale: Float32, stream):
+        batch, len_q, heads, _ = dq.shape
+        store_dq, tma_dq = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(),
+            sequence_first(dq),
+            cute.select(self.smem_layout(), mode=[0, 1]),
+            self.main.shape_dq,
+        )
+        self.kernel(Args(tma_dq, sums, store_dq, scale)).launch(
+            grid=[cute.ceil_div(len_q, self.tiles.tile_q) * heads * batch, 1, 1],
+            block=[WARPGROUP_THREADS * self.tiles.consumer_warpgroups, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, args: Args):
+        layout = self.smem_layout()
+        smem = SmemAllocator()
+        sdQ = view(allocate(smem, self.dtype, cute.cosize(layout)), layout)
+        number, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPGROUP_WARPS)
+        thread = thread % WARPGROUP_THREADS
+        len_q, _, heads, _ = args.dq.shape
+        tiles = cute.ceil_div(len_q, self.tiles.tile_q)
+        q_tile, sequence = number % tiles, number // tiles
+        head, batch = sequence % heads, sequence // heads
+
+        _, _, mma_dq = self.main.output_mmas()
+        acc_dQ = accumulator(mma_dq, self.main.shape_dq, Float32)
+        quads = cute.make_layout((QUAD, cute.size(acc_dQ) // QUAD))
+        cute.arch.griddepcontrol_wait()
+        cute.autovec_copy(
+            args.sums[(None, thread, None), group, q_tile, head, batch],
+            cute.make_tensor(acc_dQ.iterator, quads),
+        )
+        acc_dQ.store(acc_dQ.load() * args.scale)
+        rdQ = cute.make_rmem_tensor_like(acc_dQ, self.dtype)
+        narrow(acc_dQ, rdQ)
+        write_fragment(mma_dq, rdQ, sdQ[None, None, group], thread)
+        cute.arch.fence_view_async_shared()  # TMA will read what was written here
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP_THREADS)
+        if thread < WARP_THREADS:
+            gdQ = cute.local_tile(
+                args.dq[None, None, head, batch], self.main.shape_dq, (None, None)
+            )
+            row, column = q_tile, group
+            if cutlass.const_expr(self.tiles.dq_by_rows):
+                row, column = q_tile * self.tiles.consumer_warpgroups + group, 0
+            tile = gdQ[None, None, None, column]
+            tQsQ, tQgQ = tma_tiles(args.store_dq, sdQ, tile)
+            cute.copy(args.store_dq, tQsQ[None, group], tQgQ[None, row])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)

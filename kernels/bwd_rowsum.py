@@ -1,0 +1,125 @@
+"""Before backward's main kernel: D = rowsum(dO * O) - dLSE, LSE in base 2, and a dQ of zeros.
+
+Data:    O, dO --16 bytes a lane--> registers --shuffles--> D of a row; LSE; dQ: zeros.
+Rows:    8 or 16 lanes a row, all passes of a CTA's 128 rows in flight together.
+Padding: a row that attends nothing, or lies past the end, gets LSE = inf and D = 0, so that its
+         P = exp2(S - LSE) is 0, and dS = P (dP - D) too: no mask for rows, and no infinity minus
+         infinity.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from ..layouts.hardware import TMA_ALIGNMENT_BYTES
+from . import BackwardFacts
+from .bwd_workspace import QUAD, Workspace
+from .online_softmax import LOG2_E
+from .tiles import BACKWARD_ROWS, ELEMENT_BYTES, BackwardTiles
+
+THREADS = 256
+CHUNK = TMA_ALIGNMENT_BYTES // ELEMENT_BYTES  # elements that a lane loads at once
+
+
+@dataclass(frozen=True)
+class Args:
+    """What crosses from host to device."""
+
+    o: cute.Tensor  # (batch, len_q, heads_q, head_dim_v)
+    do: cute.Tensor  # (batch, len_q, heads_q, head_dim_v)
+    lse: cute.Tensor  # (batch, heads_q, len_q), float32
+    dlse: cute.Tensor | None  # (batch, heads_q, len_q), float32
+    workspace: Workspace
+
+
+class BwdRowsum:
+    """The kernel for one set of compile-time facts."""
+
+    def __init__(self, facts: BackwardFacts, tiles: BackwardTiles) -> None:
+        self.tiles = tiles
+        self.chunks = facts.head_dim_v // CHUNK
+        self.lanes = 8 if self.chunks <= 16 else 16  # of a row
+        self.zeros = BACKWARD_ROWS * tiles.dq_columns  # of dQ, for each CTA
+
+    @cute.jit
+    def __call__(
+        self,
+        o: cute.Tensor,
+        do: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor | None,
+        workspace: Workspace,
+        stream,
+    ):
+        batch, len_q, heads, _ = o.shape
+        self.kernel(Args(o, do, lse, dlse, workspace)).launch(
+            grid=[cute.ceil_div(len_q, BACKWARD_ROWS) * heads * batch, 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, args: Args):
+        cute.arch.griddepcontrol_launch_dependents()
+        number, _, _ = cute.arch.block_idx()
+        _, len_q, heads, _ = args.o.shape
+        blocks = cute.ceil_div(len_q, BACKWARD_ROWS)
+        block, sequence = number % blocks, number // blocks
+        head, batch = sequence % heads, sequence // heads
+        self.clear(args, number)
+        self.sum_rows(args, block * BACKWARD_ROWS, head, batch)
+
+    @cute.jit
+    def clear(self, args: Args, number: Int32):
+        """Zeros for the part of dQ with this number."""
+        thread, _, _ = cute.arch.thread_idx()
+        zeros = cute.make_rmem_tensor(QUAD, Float32)
+        zeros.fill(0.0)
+        start = args.workspace.dq.iterator + cutlass.Int64(number) * self.zeros
+        quads = cute.make_tensor(start, cute.make_layout((QUAD, self.zeros // QUAD)))
+        for i in cutlass.range_constexpr(cute.ceil_div(self.zeros, QUAD * THREADS)):
+            quad = i * THREADS + thread
+            if (i + 1) * THREADS * QUAD <= self.zeros or quad < self.zeros // QUAD:
+                cute.autovec_copy(zeros, quads[None, quad])
+
+    @cute.jit
+    def sum_rows(self, args: Args, first: Int32, head: Int32, batch: Int32):
+        """LSE and D of the rows from `first`."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane, own = thread % self.lanes, thread // self.lanes
+        rows = THREADS // self.lanes
+        _, len_q, _, _ = args.o.shape
+        for i in cutlass.range(BACKWARD_ROWS // rows, unroll=4):
+            row = first + i * rows + own
+            total, lse_log2 = Float32(0.0), Float32.inf
+            if row < len_q:
+                o = cute.zipped_divide(args.o[batch, row, head, None], (CHUNK,))
+                do = cute.zipped_divide(args.do[batch, row, head, None], (CHUNK,))
+                for c in cutlass.range_constexpr(cute.ceil_div(self.chunks, self.lanes)):
+                    chunk = c * self.lanes + lane
+                    if (c + 1) * self.lanes <= self.chunks or chunk < self.chunks:
+                        total += self.product(o[None, chunk], do[None, chunk])
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
+            if lane == 0:
+                if row < len_q:
+                    lse = args.lse[batch, head, row]
+                    if const_expr(args.dlse is not None):
+                        total -= args.dlse[batch, head, row]
+                    if lse == -Float32.inf:
+                        total = Float32(0.0)
+                    else:
+                        lse_log2 = lse * LOG2_E
+                args.workspace.lse_log2[row, head, batch] = lse_log2
+                args.workspace.rowsum[row, head, batch] = total
+
+    def product(self, o: cute.Tensor, do: cute.Tensor) -> Float32:
+        """The sum of o * do over one chunk."""
+        rO, rdO = cute.make_rmem_tensor_like(o), cute.make_rmem_tensor_like(do)
+        cute.autovec_copy(o, rO)
+        cute.autovec_copy(do, rdO)
+        total = Float32(0.0)
+        for e in range(CHUNK):
+            total += rO[e].to(Float32) * rdO[e].to(Float32)
+        return total

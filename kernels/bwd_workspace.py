@@ -1,0 +1,79 @@
+"""What backward's three kernels hand on in global memory: dQ in the making, LSE and D, float32.
+
+dQ is kept in *fragment order*: for each tile of Q and each consumer warpgroup, the registers of its
+accumulator four by four, thread after thread, so that what a warp adds at once is 512 bytes in one
+piece. Rows of a sequence are padded to whole tiles of every kernel.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass._mlir.dialects import llvm
+
+from ..layouts.hardware import WARPGROUP_THREADS
+from .tiles import BACKWARD_ROWS, BackwardTiles
+
+QUAD = 4  # accumulator registers that are added at once
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Views of one buffer."""
+
+    dq: cute.Tensor  # ((QUAD, thread, quads), warpgroup, q_tile, head, batch)
+    lse_log2: cute.Tensor  # (row, head, batch)
+    rowsum: cute.Tensor  # (row, head, batch): D, less the gradient of LSE
+
+    @staticmethod
+    def of(
+        tiles: BackwardTiles, memory: cute.Tensor, batch: Int32, heads: Int32, len_q: Int32
+    ) -> "Workspace":
+        """Host code: `memory` has at least `tiles.workspace_floats`."""
+        blocks = cute.ceil_div(len_q, BACKWARD_ROWS)
+        rows = blocks * BACKWARD_ROWS
+        columns, groups = tiles.dq_columns, tiles.consumer_warpgroups
+        part = tiles.tile_q * columns // groups
+        quads = part // (QUAD * WARPGROUP_THREADS)
+        head_rows = Int64(rows)
+        batch_rows = head_rows * heads
+        dq = cute.make_layout(
+            (
+                (QUAD, WARPGROUP_THREADS, quads),
+                groups,
+                blocks * (BACKWARD_ROWS // tiles.tile_q),
+                heads,
+                batch,
+            ),
+            stride=(
+                (1, QUAD, QUAD * WARPGROUP_THREADS),
+                part,
+                groups * part,
+                head_rows * columns,
+                batch_rows * columns,
+            ),
+        )
+        row = cute.make_layout((rows, heads, batch), stride=(1, head_rows, batch_rows))
+        lse_log2 = memory.iterator + batch_rows * batch * columns
+        return Workspace(
+            cute.make_tensor(memory.iterator, dq),
+            cute.make_tensor(lse_log2, row),
+            cute.make_tensor(lse_log2 + batch_rows * batch, row),
+        )
+
+
+@cute.jit
+def add_quads(acc: cute.Tensor, target: cute.Tensor) -> None:
+    """Add a thread's accumulator to its part of a dQ, (QUAD, quads), in global memory."""
+    address = target.iterator.toint()
+    flat = cute.make_tensor(acc.iterator, cute.make_layout((QUAD, cute.size(acc) // QUAD)))
+    for i in cutlass.range_constexpr(cute.size(flat, mode=[1])):
+        offset = cute.crd2idx((0, i), target.layout) * 4
+        _red(address, [flat[e, i] for e in range(QUAD)], offset)
+
+
+def _red(address: Int64, values: list, offset: int) -> None:
+    text = f"red.global.add.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};"
+    operands = [address.ir_value(), *(value.ir_value() for value in values)]
+    llvm.inline_asm(None, operands, text, "l,f,f,f,f", has_side_effects=True)
