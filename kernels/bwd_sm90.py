@@ -174,8 +174,8 @@ class BwdSm90:
             v=row_major_stages(dtype, self.shape_v, 1),
             do=row_major_stages(dtype, self.shape_do, tiles.stages_do, part=part_v),
             ds=row_major_stages(dtype, self.shape_ds, tiles.exchange_stages, part=WGMMA_ROWS),
-            dk=row_major_stages(dtype, (tiles.tile_kv, tiles.q_columns), 1),
-            dv=row_major_stages(dtype, self.shape_v, 1),
+            dk=row_major_stages(dtype, (tiles.tile_kv, tiles.q_columns), 1, part=part_q),
+            dv=row_major_stages(dtype, self.shape_v, 1, part=part_v),
         )
 
     def score_mma(self) -> cute.TiledMma:
