@@ -6,7 +6,6 @@ that one it waits for on the device.
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
@@ -24,7 +23,7 @@ from .tiles import ELEMENT_BYTES, BackwardTiles
 class Backward:
     """Rowsum, main kernel and cast, for tensors in either layout.
 
-    Called as `(dout, q, k, v, out, lse, [dlse,] dq, dk, dv, workspace, scale, heads_first, stream)`.
+    Called as `backward_function` says, and with the stream last.
     """
 
     def __init__(self, facts: BackwardFacts, tiles: BackwardTiles) -> None:
@@ -47,8 +46,7 @@ class Backward:
             return make_fake_tensor(self.main.dtype, shape, (*strides, 1), assumed_align=align)
 
         q, k, dq, dk = (
-            four(*extents, head_dim)
-            for extents in ((second_q, third_q), (second_kv, third_kv)) * 2
+            four(*extents, head_dim) for extents in ((second_q, third_q), (second_kv, third_kv)) * 2
         )
         v, dv = (four(second_kv, third_kv, head_dim_v) for _ in range(2))
         out, dout = (four(second_q, third_q, head_dim_v) for _ in range(2))

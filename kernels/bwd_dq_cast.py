@@ -87,13 +87,14 @@ class BwdDqCast:
         write_fragment(mma_dq, rdQ, sdQ[None, None, group], thread)
         cute.arch.fence_view_async_shared()  # TMA will read what was written here
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP_THREADS)
-        if thread < WARP_THREADS:
+        row, column = q_tile, group
+        if cutlass.const_expr(self.tiles.dq_by_rows):
+            row, column = q_tile * self.tiles.consumer_warpgroups + group, 0
+        there = cute.ceil_div(self.main.facts.head_dim, self.main.shape_dq[1])
+        if thread < WARP_THREADS and column < there:  # a part may be padding altogether
             gdQ = cute.local_tile(
                 args.dq[None, None, head, batch], self.main.shape_dq, (None, None)
             )
-            row, column = q_tile, group
-            if cutlass.const_expr(self.tiles.dq_by_rows):
-                row, column = q_tile * self.tiles.consumer_warpgroups + group, 0
             tile = gdQ[None, None, None, column]
             tQsQ, tQgQ = tma_tiles(args.store_dq, sdQ, tile)
             cute.copy(args.store_dq, tQsQ[None, group], tQgQ[None, row])

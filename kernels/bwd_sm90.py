@@ -18,11 +18,10 @@ Order:   a CTA visits the query heads of its group one after the other, and in e
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -51,7 +50,7 @@ from .bwd_workspace import Workspace, add_quads
 from .mask import Mask
 from .online_softmax import LOG2_E
 from .tiles import ELEMENT_BYTES, BackwardTiles
-from .wgmma import InSmem, in_registers, issue, narrow
+from .wgmma import InSmem, in_registers, issue, narrow, widen
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,8 @@ class Share:
     sdS: cute.Tensor  # (keys, rows, stages), this warpgroup's part
     lse_log2: cute.Tensor  # (2, row octets, stages): of the rows that this thread holds
     rowsum: cute.Tensor  # (2, row octets, stages)
-    acc_S: cute.Tensor
+    acc_S: cute.Tensor  # then P
+    acc_dP: cute.Tensor  # then dS
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     scale_log2: Float32
@@ -154,8 +154,7 @@ class BwdSm90:
         self.shape_dq = (WGMMA_ROWS, tiles.dq_columns // (1 if tiles.dq_by_rows else groups))
         self.graph = backward_graph(
             consumer_warpgroups=groups,
-            stages_q=tiles.stages_q,
-            stages_do=tiles.stages_do,
+            stages=tiles.stages,
             k_bytes=tiles.k_bytes,
             v_bytes=tiles.v_bytes,
             q_bytes=tiles.q_bytes,
@@ -169,11 +168,11 @@ class BwdSm90:
         tiles, dtype = self.tiles, self.dtype
         part_q, part_v, part_dq = self.shape_dk[1], self.shape_dv[1], self.shape_dq[1]
         return SimpleNamespace(
-            q=row_major_stages(dtype, self.shape_q, tiles.stages_q, part=part_q),
+            q=row_major_stages(dtype, self.shape_q, tiles.stages, part=part_q),
             k=row_major_stages(dtype, self.shape_k, 1, part=part_dq),
             v=row_major_stages(dtype, self.shape_v, 1),
-            do=row_major_stages(dtype, self.shape_do, tiles.stages_do, part=part_v),
-            ds=row_major_stages(dtype, self.shape_ds, tiles.exchange_stages, part=WGMMA_ROWS),
+            do=row_major_stages(dtype, self.shape_do, tiles.stages, part=part_v),
+            ds=row_major_stages(dtype, self.shape_ds, tiles.stages, part=WGMMA_ROWS),
             dk=row_major_stages(dtype, (tiles.tile_kv, tiles.q_columns), 1, part=part_q),
             dv=row_major_stages(dtype, self.shape_v, 1, part=part_v),
         )
@@ -282,7 +281,7 @@ class BwdSm90:
             memory = allocate(allocator, self.dtype, max(cute.cosize(x) for x in sharing))
             return [view(memory, layout) for layout in sharing]
 
-        lse_log2, rowsum = rows(tiles.stages_q), rows(tiles.stages_do)
+        lse_log2, rowsum = rows(tiles.stages), rows(tiles.stages)
         sK, sdK = room(layouts.k, layouts.dk)
         sV, sdV = room(layouts.v, layouts.dv)
         (sQ,), (sdO,), (sdS,) = room(layouts.q), room(layouts.do), room(layouts.ds)
@@ -357,27 +356,21 @@ class BwdSm90:
         share.acc_dV.fill(0.0)
         begin, full, end = keys.mask.q_tiles(keys.first, self.tiles.tile_kv, self.tiles.tile_q)
         gqa_group = args.q.shape[2] // args.k.shape[2]
-        # Of Q, one is ahead: S of the next tile is under way while this one is still read.
-        ahead, load_q = edges.load_q.make_consumer(), edges.load_q.make_consumer()
-        load_do = edges.load_do.make_consumer()
-        left = (end - begin) * gqa_group  # tiles whose S is not issued yet
-        turn = Int32(0)
+        total = (end - begin) * gqa_group  # tiles that this CTA visits
         edges.load_k.make_consumer().wait()
-        if left > 0:
-            q = ahead.wait_and_advance()
-            self.issue_scores(share, q.index)
-        left -= 1
+        self.issue_s(share, edges, Int32(0), total == 0)
         edges.load_v.make_consumer().wait()
+        self.issue_dp(share, edges, Int32(0), total == 0)
+        warpgroup.wait_group(1)  # S is there
+        number = Int32(0)  # of the tile, in the order of visits
         for member in cutlass.range(gqa_group, unroll=1):
             head = keys.head * gqa_group + member
             for q_tile in cutlass.range(begin, full, unroll=1):
-                ahead, load_q, load_do, left, turn = self.step(
-                    args, share, keys, ahead, load_q, load_do, left, turn, q_tile, head, masked=True
-                )
+                self.step(args, share, keys, edges, number, total, q_tile, head, masked=True)
+                number += 1
             for q_tile in cutlass.range(full, end, unroll=1):
-                ahead, load_q, load_do, left, turn = self.step(
-                    args, share, keys, ahead, load_q, load_do, left, turn, q_tile, head, masked=False
-                )
+                self.step(args, share, keys, edges, number, total, q_tile, head, masked=False)
+                number += 1
         cute.arch.griddepcontrol_launch_dependents()
         self.store(args, share, keys, smem)
 
@@ -440,6 +433,7 @@ class BwdSm90:
             lse_log2=own_rows(smem.lse_log2),
             rowsum=own_rows(smem.rowsum),
             acc_S=accumulator(mma_s, self.shape_s, Float32),
+            acc_dP=accumulator(mma_s, self.shape_s, Float32),
             acc_dK=accumulator(mma_dk, self.shape_dk, Float32),
             acc_dV=accumulator(mma_dv, self.shape_dv, Float32),
             scale_log2=args.scale * LOG2_E,
@@ -447,10 +441,25 @@ class BwdSm90:
             thread=thread,
         )
 
-    def issue_scores(self, share: Share, stage: Int32) -> None:
-        """S of the tile in this stage of Q. K may have more columns than Q, of zeros."""
-        Q = share.tSrQ.stage(stage).steps()
+    def issue_s(self, share: Share, edges, number: Int32, absent: Boolean) -> None:
+        """S of a tile; there is nothing to wait for if it is `absent`."""
+        state = self.state(number)
+        edges.load_q.consumer_wait(state, absent)
+        Q = share.tSrQ.stage(state.index).steps()
+        # K may have more columns than Q, of zeros.
         issue(share.mma_s, share.acc_S, share.tSrK.steps()[: len(Q)], Q, False)
+
+    def issue_dp(self, share: Share, edges, number: Int32, absent: Boolean) -> None:
+        """dP of a tile, likewise."""
+        state = self.state(number)
+        edges.load_do.consumer_wait(state, absent)
+        dO = share.tPrdO.stage(state.index).steps()
+        issue(share.mma_s, share.acc_dP, share.tPrV.steps(), dO, False)
+
+    def state(self, number: Int32) -> pipeline.PipelineState:
+        """Stage and phase of a tile, in the rings of Q and dO alike: one register for all."""
+        stages = self.tiles.stages
+        return pipeline.PipelineState(stages, number, number % stages, number // stages % 2)
 
     @cute.jit
     def step(
@@ -458,58 +467,51 @@ class BwdSm90:
         args: Args,
         share: Share,
         keys: Keys,
-        ahead,
-        load_q,
-        load_do,
-        left: Int32,
-        turn: Int32,
+        edges,
+        number: Int32,
+        total: Int32,
         q_tile: Int32,
         head: Int32,
         masked: cutlass.Constexpr,
     ):
-        """One tile of Q, whose S was issued in the step before."""
-        q, do = load_q.current_handle(), load_do.wait_and_advance()
-        load_q.advance()
-        acc_dP = accumulator(share.mma_s, self.shape_s, Float32)
-        dO = share.tPrdO.stage(do.index).steps()
-        issue(share.mma_s, acc_dP, share.tPrV.steps(), dO, False)
-        warpgroup.wait_group(1)  # S is there
-        self.exponentials(share, q)
+        """One tile of Q: its S is there, and its dP under way."""
+        state = self.state(number)
+        self.exponentials(share, state.index)
         if const_expr(masked):
             self.apply_mask(share, keys, share.acc_S, q_tile)
         rP = cute.make_rmem_tensor_like(share.acc_S, self.dtype)
         narrow(share.acc_S, rP)
         if const_expr(not self.by_keys):
-            write_fragment(share.mma_s, rP, share.sP[None, None, turn], share.thread)
+            write_fragment(share.mma_s, rP, share.sP[None, None, state.index], share.thread)
             self.meet("p_there")
-        P = self.operand(rP, share.tVrP, turn)
+        P = self.operand(rP, share.tVrP, state.index)
         warpgroup.wait_group(0)  # dP is there
-        issue(share.mma_dv, share.acc_dV, P, share.tVrdO.stage(do.index).steps(), True)
-        self.gradients(share, acc_dP, do)
+        issue(share.mma_dv, share.acc_dV, P, share.tVrdO.stage(state.index).steps(), True)
+        self.gradients(share, rP, state.index)
         if const_expr(masked):
-            self.apply_mask(share, keys, acc_dP, q_tile)
-        rdS = cute.make_rmem_tensor_like(acc_dP, self.dtype)
-        narrow(acc_dP, rdS)
-        write_fragment(share.mma_s, rdS, share.sdS[None, None, turn], share.thread)
+            self.apply_mask(share, keys, share.acc_dP, q_tile)
+        rdS = cute.make_rmem_tensor_like(share.acc_dP, self.dtype)
+        narrow(share.acc_dP, rdS)
+        write_fragment(share.mma_s, rdS, share.sdS[None, None, state.index], share.thread)
         self.meet("ds_there")
-        dS = self.operand(rdS, share.tKrdS, turn)
+        dS = self.operand(rdS, share.tKrdS, state.index)
         acc_dQ = accumulator(share.mma_dq, self.shape_dq, Float32)
-        issue(share.mma_dq, acc_dQ, share.tQrdS.stage(turn).steps(), share.tQrK.steps(), False)
-        issue(share.mma_dk, share.acc_dK, dS, share.tKrQ.stage(q.index).steps(), True)
+        in_smem = share.tQrdS.stage(state.index).steps()
+        issue(share.mma_dq, acc_dQ, in_smem, share.tQrK.steps(), False)
+        issue(share.mma_dk, share.acc_dK, dS, share.tKrQ.stage(state.index).steps(), True)
         warpgroup.wait_group(2)  # dV is there
-        do.release()
-        # After the last tile the same again, for nobody: products in flight and a branch that only
-        # some tiles take do not go together.
-        following = q.index
-        if left > 0:
-            following = ahead.wait_and_advance().index
-        self.issue_scores(share, following)
-        warpgroup.wait_group(2)  # dQ is there
+        edges.load_do.consumer_release(state)
+        warpgroup.wait_group(1)  # dQ is there
         place = args.workspace.dq[(None, share.thread, None), share.group, q_tile, head, keys.batch]
         add_quads(acc_dQ, place)
+        # After the last tile the same again, for nobody: products in flight and a branch that only
+        # some tiles take do not go together.
+        following = cutlass.min(number + 1, total - 1)
+        self.issue_s(share, edges, following, following == number)
         warpgroup.wait_group(1)  # dK is there
-        q.release()
-        return ahead, load_q, load_do, left - 1, turn ^ 1
+        edges.load_q.consumer_release(state)
+        self.issue_dp(share, edges, following, following == number)
+        warpgroup.wait_group(1)  # S of the next tile is there
 
     def operand(self, fragment: cute.Tensor, in_smem: InSmem | None, turn: Int32) -> list:
         """The steps of P or dS as an operand A: where this warpgroup has it all, its registers."""
@@ -524,10 +526,10 @@ class BwdSm90:
         cute.arch.barrier(barrier_id=number, number_of_threads=threads)
 
     @cute.jit
-    def exponentials(self, share: Share, q):
+    def exponentials(self, share: Share, stage: Int32):
         """P = exp2(S - LSE), in the place of S."""
         lse_log2 = cute.make_rmem_tensor_like(share.lse_log2[None, None, 0])
-        cute.autovec_copy(share.lse_log2[None, None, q.index], lse_log2)
+        cute.autovec_copy(share.lse_log2[None, None, stage], lse_log2)
         scores = rows_by_columns(share.acc_S)
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
@@ -535,14 +537,16 @@ class BwdSm90:
                 scores[r, c] = cute.math.exp2(power, fastmath=True)
 
     @cute.jit
-    def gradients(self, share: Share, acc_dP: cute.Tensor, do):
-        """dS = P (dP - D), in the place of dP."""
+    def gradients(self, share: Share, rP: cute.Tensor, stage: Int32):
+        """dS = P (dP - D), in the place of dP. Of P, 16 bits: all its bits would not fit."""
         rowsum = cute.make_rmem_tensor_like(share.rowsum[None, None, 0])
-        cute.autovec_copy(share.rowsum[None, None, do.index], rowsum)
-        P, dP = rows_by_columns(share.acc_S), rows_by_columns(acc_dP)
-        for c in cutlass.range_constexpr(cute.size(P, mode=[1])):
-            for r in cutlass.range_constexpr(cute.size(P, mode=[0])):
-                dP[r, c] = P[r, c] * (dP[r, c] - rowsum[c])
+        cute.autovec_copy(share.rowsum[None, None, stage], rowsum)
+        for octet in cutlass.range_constexpr(cute.size(rowsum, mode=[1])):
+            for half in cutlass.range_constexpr(2):
+                P = widen(rP, 2 * octet + half)
+                for e in cutlass.range_constexpr(2):
+                    dP = share.acc_dP[(e, half, octet), 0, 0] - rowsum[e, octet]
+                    share.acc_dP[(e, half, octet), 0, 0] = P[e] * dP
 
     @cute.jit
     def apply_mask(self, share: Share, keys: Keys, acc: cute.Tensor, q_tile: Int32):

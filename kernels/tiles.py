@@ -314,8 +314,6 @@ class BackwardTiles:
     head_dim_v: int  # of V and O
     split: Literal["keys", "columns"]
     tile_q: int  # query rows of one stage
-    stages_q: int
-    stages_do: int
     registers_load: int  # per thread of the producer warpgroup
     registers_consume: int  # per thread of a consumer warpgroup
     reason: str
@@ -328,13 +326,10 @@ class BackwardTiles:
             raise ValueError(f"tile_q={self.tile_q}: needs {WGMMA_ROWS} or {BACKWARD_ROWS}")
         if self.split == "columns" and self.tile_q != WGMMA_ROWS:
             raise ValueError(f"tile_q={self.tile_q}: split='columns' needs {WGMMA_ROWS}")
-        for name in ("stages_q", "stages_do"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name}={getattr(self, name)}: needs two: one is read ahead")
         _check_resources(self)
 
     consumer_warpgroups = 2
-    exchange_stages = 2  # of dS, and of P: one is written while the other is read
+    stages = 2  # of Q, dO, dS and P: one is read while the other is written
 
     @property
     def threads(self) -> int:
@@ -404,13 +399,13 @@ class BackwardTiles:
     @property
     def exchange_bytes(self) -> int:
         """dS, and where it is not in registers P, of a tile: what the warpgroups hand over."""
-        tiles = self.exchange_stages * (1 if self.split == "keys" else 2)
+        tiles = self.stages * (1 if self.split == "keys" else 2)
         return tiles * self.tile_kv * self.tile_q * ELEMENT_BYTES
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA."""
-        rings = self.stages_q * self.q_bytes + self.stages_do * self.do_bytes
+        rings = self.stages * (self.q_bytes + self.do_bytes)
         return BARRIER_BYTES + self.k_bytes + self.v_bytes + rings + self.exchange_bytes
 
     @property
@@ -433,8 +428,6 @@ BACKWARD: tuple[BackwardTiles, ...] = (
         head_dim_v=64,
         split="keys",
         tile_q=128,
-        stages_q=2,
-        stages_do=2,
         registers_load=40,
         registers_consume=232,
         reason="S, dP, dK and dV take 192 registers; with registers 24 and 240 the producer spills "
@@ -446,8 +439,6 @@ BACKWARD: tuple[BackwardTiles, ...] = (
         head_dim_v=128,
         split="keys",
         tile_q=64,
-        stages_q=2,
-        stages_do=2,
         registers_load=24,
         registers_consume=240,
         reason="S, dP, dK and dV take 192 registers, as much as fits beside dQ and the operands",
@@ -458,8 +449,6 @@ BACKWARD: tuple[BackwardTiles, ...] = (
         head_dim_v=256,
         split="columns",
         tile_q=64,
-        stages_q=2,
-        stages_do=2,
         registers_load=24,
         registers_consume=240,
         reason="226 KiB; of 64 keys dK and dV take 256 registers, so that a warpgroup holds half",

@@ -22,8 +22,7 @@ from .graph import Edge, Graph, Rendezvous, Role
 def backward_graph(
     *,
     consumer_warpgroups: int,
-    stages_q: int,
-    stages_do: int,
+    stages: int,
     k_bytes: int,
     v_bytes: int,
     q_bytes: int,
@@ -43,8 +42,8 @@ def backward_graph(
         edges=(
             Edge("load_k", "load", "consume", 1, k_bytes),
             Edge("load_v", "load", "consume", 1, v_bytes),
-            Edge("load_q", "load", "consume", stages_q, q_bytes),
-            Edge("load_do", "load", "consume", stages_do, do_bytes),
+            Edge("load_q", "load", "consume", stages, q_bytes),
+            Edge("load_do", "load", "consume", stages, do_bytes),
         ),
         rendezvous=tuple(
             Rendezvous(name, 1, threads)
