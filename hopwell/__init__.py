@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import emulator
+    from .interface.autograd import attention, backward
     from .interface.emulate import emulate
     from .interface.functions import (
-        attention,
         cache_info,
         clear_cache,
         compile,
@@ -34,6 +34,7 @@ if not (Path(__file__).parent / "interface").is_dir():
 __all__ = [
     "__version__",
     "attention",
+    "backward",
     "cache_info",
     "clear_cache",
     "compile",
@@ -46,6 +47,8 @@ __all__ = [
     "warmup",
 ]
 
+_MODULES = {"attention": "autograd", "backward": "autograd", "emulate": "emulate"}
+
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
@@ -53,7 +56,7 @@ def __getattr__(name: str) -> Any:
     if name == "emulator":
         value = importlib.import_module(".emulator", __name__)
     else:
-        module = "emulate" if name == "emulate" else "functions"
+        module = _MODULES.get(name, "functions")
         value = getattr(importlib.import_module(f".interface.{module}", __name__), name)
     globals()[name] = value
     return value

@@ -89,7 +89,7 @@ def forward(
     yield from _shapes(q.shape, k.shape, v.shape, layout)
     yield from _head_dims(q.shape[3], v.shape[3])
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        yield from _memory(name, tensor)
+        yield from memory(name, tensor)
     yield from _scale(scale)
     yield from _causal(causal)
     batch, len_q, heads, _ = q.shape
@@ -97,6 +97,63 @@ def forward(
         yield from _buffer("out", out, (batch, len_q, heads, v.shape[3]), q.dtype, layout)
     if lse is not None:
         yield from _buffer("lse", lse, (batch, heads, len_q), torch.float32, layout)
+
+
+def backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    scale: Any,
+    causal: Any,
+    layout: Any,
+    deterministic: Any,
+    dlse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    emulated: str | None,
+    wanted: str | None,
+) -> Iterator[Problem]:
+    """What is wrong with a backward call, as `forward` does it for one."""
+    inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
+    optional = {"dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+    others = {"lse": lse, **{name: t for name, t in optional.items() if t is not None}}
+    basic = [*_kinds({**inputs, **others}), *_layout(layout), *_ranks(inputs)]
+    yield from basic
+    if basic:
+        return
+    yield from _dtypes(inputs)
+    yield from _devices({**inputs, **others}, emulated, wanted)
+    if layout == "bhsd":
+        q, k, v, dout, out = (t.transpose(1, 2) for t in (q, k, v, dout, out))
+        dq, dk, dv = (t if t is None or t.ndim != 4 else t.transpose(1, 2) for t in (dq, dk, dv))
+    yield from _shapes(q.shape, k.shape, v.shape, layout)
+    yield from _head_dims(q.shape[3], v.shape[3])
+    batch, len_q, heads, _ = q.shape
+    of_out, of_lse = (batch, len_q, heads, v.shape[3]), (batch, heads, len_q)
+    yield from _returned("dout", dout, of_out, q.dtype, layout)
+    yield from _returned("out", out, of_out, q.dtype, layout)
+    yield from _returned("lse", lse, of_lse, torch.float32, layout)
+    if not lse.is_contiguous():
+        yield Problem(
+            ValueError,
+            f"lse has strides {lse.stride()}; needs to be contiguous, as forward returns it; "
+            "call lse.contiguous(), which copies",
+        )
+    if dlse is not None:
+        yield from _returned("dlse", dlse, of_lse, torch.float32, layout)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out)):
+        yield from memory(name, tensor)
+    yield from _scale(scale)
+    yield from _causal(causal)
+    yield from deterministic_or_not(deterministic)
+    for name, buffer, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        if buffer is not None:
+            yield from _buffer(name, buffer, tuple(like.shape), q.dtype, layout)
 
 
 def _kinds(tensors: Mapping[str, Any]) -> Iterator[Problem]:
@@ -137,8 +194,11 @@ def _dtypes(tensors: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}
     if len(set(kinds.values())) > 1:
         got = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+        *names, last = kinds
         yield Problem(
-            TypeError, f"q, k and v differ in dtype: {got}; needs one dtype; cast with .to(q.dtype)"
+            TypeError,
+            f"{_listed(names)} and {last} differ in dtype: {got}; needs one dtype; "
+            "cast with .to(q.dtype)",
         )
     if kinds["q"] not in DTYPES:
         yield Problem(
@@ -252,7 +312,8 @@ def _head_dims(head_dim: int, head_dim_v: int) -> Iterator[Problem]:
         )
 
 
-def _memory(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
+def memory(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
+    """Whether the TMA unit can read a tensor as it lies."""
     size = tensor.element_size()
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         yield Problem(
@@ -311,6 +372,33 @@ def _causal(causal: Any) -> Iterator[Problem]:
         )
 
 
+def deterministic_or_not(deterministic: Any) -> Iterator[Problem]:
+    """What is wrong with that argument; None leaves it to torch's setting."""
+    if deterministic is not None and not isinstance(deterministic, bool):
+        yield Problem(
+            TypeError,
+            f"deterministic is a {type(deterministic).__name__}; needs True, False or None; "
+            "None follows torch.use_deterministic_algorithms",
+        )
+
+
+def _returned(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, layout: str
+) -> Iterator[Problem]:
+    """Whether a tensor is what `forward` returned for these inputs, or a gradient of that."""
+    source = "the gradient of what forward returned" if name[0] == "d" else "what forward returned"
+    if tuple(tensor.shape) != shape:
+        yield Problem(
+            ValueError,
+            f"{name} has shape {_said(tensor.shape, layout)}; needs {_said(shape, layout)}; "
+            f"pass {source} for these q, k and v, in the layout {layout!r}",
+        )
+    if tensor.dtype != dtype and dtype == torch.float32:
+        yield Problem(
+            TypeError, f"{name} has dtype {tensor.dtype}; needs {dtype}; pass {source}, or .float()"
+        )
+
+
 def _buffer(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, layout: str
 ) -> Iterator[Problem]:
@@ -340,8 +428,8 @@ def _buffer(
             f"lse has strides {tensor.stride()}; needs a contiguous buffer; "
             "make it with torch.empty, or leave lse out",
         )
-    elif name == "out":
-        yield from _memory(name, tensor)
+    elif name != "lse":
+        yield from memory(name, tensor)
 
 
 def gradients(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -353,8 +441,8 @@ def gradients(tensors: Mapping[str, torch.Tensor]) -> None:
     named = [name for name, tensor in tensors.items() if tensor.requires_grad]
     if named and torch.is_grad_enabled():
         raise NotImplementedError(
-            f"{_listed(named)} require(s) grad; this version has the forward pass alone; call it "
-            "under torch.no_grad(), or pass .detach()ed tensors"
+            f"{_listed(named)} require(s) grad, which this function does not record; "
+            "call hopwell.attention, which is differentiable, or this one under torch.no_grad()"
         )
 
 

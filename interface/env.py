@@ -36,12 +36,17 @@ ARCH = Variable(
     "SM version for compile, warmup and emulate when they name none; on a GPU it must be the GPU's",
     "sm_90a without a GPU",
 )
+DETERMINISTIC = Variable(
+    "HOPWELL_DETERMINISTIC",
+    "1: gradients have the same bits in every run",
+    "0",
+)
 LOG = Variable("HOPWELL_LOG", "debug, info or warning: say on stderr what is compiled", "warning")
 PROGRESS = Variable(
     "HOPWELL_PROGRESS", "1 or 0: show progress while compiling", "only on a terminal"
 )
 
-TABLE = (CACHE_DIR, CACHE, ARCH, LOG, PROGRESS)
+TABLE = (CACHE_DIR, CACHE, ARCH, DETERMINISTIC, LOG, PROGRESS)
 
 
 def cache_dir() -> Path:

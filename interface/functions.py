@@ -1,4 +1,4 @@
-"""The functions a user calls: `attention`, `forward`, `supported`, `compile`, `warmup`, `export`.
+"""The functions a user calls: `forward`, `supported`, `compile`, `warmup`, `export`.
 
 The first call of a signature checks everything, finds the kernel and keeps a plan; later calls look
 the plan up and launch. The signature holds what chooses a kernel, and what the compiled function
@@ -10,28 +10,27 @@ from __future__ import annotations
 
 import math
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 
-from ..kernels import ForwardFacts, forward_function
+from ..kernels import BackwardFacts, ForwardFacts, backward_function, forward_function
 from ..kernels.tiles import SHORT_LEN_Q, forward_tiles
-from . import checks, env
+from . import checks, env, plans
 from . import compile as compiling
 from .cache import Entry, Store
 from .emulate import active
+from .plans import Plans
 
 Layout = Literal["bshd", "bhsd"]
-_DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 HeadDims = Sequence[int | tuple[int, int]]  # of q, k and v alike; or of q and k, and of v
 # Those that most models have: what is compiled ahead of time unless others are named.
 COMMON_HEAD_DIMS: HeadDims = (64, 96, 128, 192, 256, (192, 128))
-_PLANS_KEPT = 4096  # a server meets thousands of lengths; a plan takes about 1 kB
 
 
 @dataclass(frozen=True)
@@ -69,64 +68,8 @@ class CacheInfo:
     loaded: int  # by this process, from disk
 
 
-_plans: OrderedDict[Any, _Plan] = OrderedDict()
+_plans: Plans[_Plan] = Plans()
 _counters: dict[tuple[int, int], torch.Tensor] = {}  # of (device, stream): one launch at a time
-
-
-@overload
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    return_lse: Literal[False] = False,
-    layout: Layout = "bshd",
-) -> torch.Tensor: ...
-@overload
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    return_lse: Literal[True],
-    layout: Layout = "bshd",
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    return_lse: bool = False,
-    layout: Layout = "bshd",
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale q k^T) v, exactly.
-
-    Args:
-        q: (batch, len_q, heads, head_dim), fp16 or bf16. Strides are free but for the last, which
-            is 1; addresses and strides are multiples of 16 bytes.
-            Head dims are multiples of 8 from 8 to 256.
-        k, v: (batch, len_kv, heads_kv, head_dim); heads is a multiple of heads_kv, and query head
-            h attends with key head h // (heads // heads_kv). v may have a head_dim of its own.
-        scale: of the products; None is 1/sqrt(head_dim).
-        causal: query i sees keys up to i + len_kv - len_q, so that the last query sees every key.
-        return_lse: also return the log-sum-exp of each row.
-        layout: "bshd" as above, or "bhsd" with len and heads exchanged.
-
-    Returns:
-        out, of q's shape but for v's head_dim, of its dtype, contiguous; with return_lse
-        (out, lse) as from `forward`.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: as `forward`.
-    """
-    out, lse = forward(q, k, v, scale=scale, causal=causal, layout=layout)
-    return (out, lse) if return_lse else out
 
 
 def forward(
@@ -172,8 +115,8 @@ def forward(
             type(causal),
             causal,
             layout,
-            out if out is None else _described(out),
-            lse if lse is None else _described(lse),
+            out if out is None else described(out),
+            lse if lse is None else described(lse),
             emulation if emulation is None else emulation.arch,
         )
         plan = _plans.get(signature)
@@ -184,9 +127,7 @@ def forward(
     if plan is None:
         plan = _make_plan(q, k, v, scale=scale, causal=causal, layout=layout, out=out, lse=lse)
         if plan.call is not None:
-            _plans[signature] = plan
-            if len(_plans) > _PLANS_KEPT:
-                _plans.popitem(last=False)
+            _plans.keep(signature, plan)
     elif records:
         checks.gradients({"q": q, "k": k, "v": v})
 
@@ -233,7 +174,7 @@ def supported(
     )
     if problems:
         return Support(False, tuple(problem.text for problem in problems), "", False)
-    arch = _arch(q.device)
+    arch = arch_for(q.device)
     spec = forward_spec(arch, _facts(arch, q, v, scale=scale, causal=causal, layout=layout))
     return Support(True, (), str(spec), compiling.ready(spec))
 
@@ -262,7 +203,7 @@ def compile(
         ValueError: no kernels for a head_dim.
         OSError: the folder cannot be written.
     """
-    arches = [arch] if isinstance(arch, str) else arch or [_arch(None)]
+    arches = [arch] if isinstance(arch, str) else arch or [arch_for(None)]
     store = Store(Path(out) if out is not None else env.cache_dir())
     return [
         compiling.save(spec, store)
@@ -295,7 +236,7 @@ def warmup(
         NotImplementedError: no kernels for that SM version.
         ValueError: no kernels for a head_dim.
     """
-    name = checks.arch(arch or _arch(None))
+    name = checks.arch(arch or arch_for(None))
     specs = _variants(name, dtypes, head_dims, causal, (False,))
     emulated = active() is not None
     here = not emulated and torch.cuda.is_available()
@@ -346,7 +287,7 @@ def cache_info() -> CacheInfo:
 
 def clear_cache() -> int:
     """Remove compiled kernels from disk and from this process; returns how many were on disk."""
-    _plans.clear()
+    plans.forget()
     compiling.forget()
     return Store(env.cache_dir()).clear()
 
@@ -366,11 +307,11 @@ def _counter(device: torch.device) -> torch.Tensor:
     return counter
 
 
-def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
+def described(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides for `torch.empty_strided`, which takes half as long as `torch.empty`."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
@@ -401,15 +342,15 @@ def _make_plan(
     lse_shape = (q.shape[0], q.shape[heads], q.shape[sequence])
     call = None
     if math.prod(out_shape) and k.shape[sequence]:
-        arch = _arch(q.device)
+        arch = arch_for(q.device)
         facts = _facts(arch, q, v, scale=scale, causal=causal, layout=layout)
         spec = forward_spec(arch, facts)
         call = compiling.launcher(spec, emulated=active() is not None).call
     return _Plan(
         out_shape=out_shape,
-        out_strides=_contiguous(out_shape),
+        out_strides=contiguous(out_shape),
         lse_shape=lse_shape,
-        lse_strides=_contiguous(lse_shape),
+        lse_strides=contiguous(lse_shape),
         scale=1 / math.sqrt(q.shape[3]),
         heads_first=layout == "bhsd",
         call=call,
@@ -426,7 +367,7 @@ def _launch(facts: Mapping[str, Any], device: torch.device) -> None:
     forward(q, k, v, causal=facts["causal"])
 
 
-def _arch(device: torch.device | None) -> str:
+def arch_for(device: torch.device | None) -> str:
     """SM version to compile for: of the active `emulate`, else of the device, else as set."""
     if emulation := active():
         return emulation.arch
@@ -451,12 +392,17 @@ def _facts(
     len_q = q.shape[1 if layout == "bshd" else 2]
     short = causal and len_q <= SHORT_LEN_Q and forward_tiles(arch, *dims, short=True).short
     negative = scale is not None and scale < 0
-    return ForwardFacts(_DTYPE_NAMES[q.dtype], *dims, causal, negative, short)
+    return ForwardFacts(DTYPE_NAMES[q.dtype], *dims, causal, negative, short)
 
 
 def forward_spec(arch: str, facts: ForwardFacts) -> compiling.Spec:
     fixed = tuple(sorted(asdict(facts).items()))
     return compiling.Spec("forward", arch, fixed, lambda: forward_function(arch, facts))
+
+
+def backward_spec(arch: str, facts: BackwardFacts) -> compiling.Spec:
+    fixed = tuple(sorted(asdict(facts).items()))
+    return compiling.Spec("backward", arch, fixed, lambda: backward_function(arch, facts))
 
 
 def _variants(
@@ -468,7 +414,7 @@ def _variants(
 ) -> list[compiling.Spec]:
     shapes = checks.head_dims(head_dims)
     return [
-        forward_spec(arch, ForwardFacts(_DTYPE_NAMES[dtype], *dims, masked, negative, short))
+        forward_spec(arch, ForwardFacts(DTYPE_NAMES[dtype], *dims, masked, negative, short))
         for dtype, dims, masked, negative in product(dtypes, shapes, causal, negative_scale)
         for short in {False, masked and forward_tiles(arch, *dims, short=True).short}
     ]

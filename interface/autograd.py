@@ -1,0 +1,289 @@
+"""`attention`, which torch differentiates, and `backward`, which takes what `forward` returned.
+
+Gradients by FlashAttention (arXiv 2205.14135, algorithm 4): the scores are computed again from q, k
+and the log-sum-exp of each row, so that nothing quadratic is kept between the passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from ..kernels import BackwardFacts, backward_workspace
+from . import checks, env
+from . import compile as compiling
+from .emulate import active
+from .functions import (
+    DTYPE_NAMES,
+    Layout,
+    arch_for,
+    backward_spec,
+    contiguous,
+    described,
+    forward,
+)
+from .plans import Plans
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What `backward` needs to know about one signature."""
+
+    workspace: int  # elements of float32
+    scale: float  # 1/sqrt(head_dim)
+    heads_first: bool  # the layout is bhsd
+    call: Callable[..., None] | None  # None: no query, or nothing to attend
+
+
+_plans: Plans[_Plan] = Plans()
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool | None = None,
+    return_lse: Literal[False] = False,
+    layout: Layout = "bshd",
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool | None = None,
+    return_lse: Literal[True],
+    layout: Layout = "bshd",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    layout: Layout = "bshd",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale q k^T) v, exactly; differentiable, once, in q, k and v.
+
+    Args:
+        q: (batch, len_q, heads, head_dim), fp16 or bf16. Strides are free but for the last, which
+            is 1; addresses and strides are multiples of 16 bytes.
+            Head dims are multiples of 8 from 8 to 256.
+        k, v: (batch, len_kv, heads_kv, head_dim); heads is a multiple of heads_kv, and query head
+            h attends with key head h // (heads // heads_kv). v may have a head_dim of its own.
+        scale: of the products; None is 1/sqrt(head_dim).
+        causal: query i sees keys up to i + len_kv - len_q, so that the last query sees every key.
+        deterministic: of the gradients, as for `backward`; the result always is.
+        return_lse: also return the log-sum-exp of each row; it is differentiable too.
+        layout: "bshd" as above, or "bhsd" with len and heads exchanged.
+
+    Returns:
+        out, of q's shape but for v's head_dim, of its dtype, contiguous; with return_lse
+        (out, lse) as from `forward`. Between the passes q, k, v, out and lse are kept. A gradient
+        of out that the kernels cannot read, such as the expanded one of a sum, is copied.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `forward`.
+    """
+    if deterministic is not None:
+        checks.raise_first(checks.deterministic_or_not(deterministic))
+    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (q, k, v)):
+        out, lse = _Attention.apply(q, k, v, scale, causal, layout, deterministic)
+    else:
+        out, lse = forward(q, k, v, scale=scale, causal=causal, layout=layout)
+    return (out, lse) if return_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    """`forward` and `backward` as one node of torch's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        causal: bool,
+        layout: Layout,
+        deterministic: bool | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = forward(q, k, v, scale=scale, causal=causal, layout=layout)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.options = {  # pyright: ignore
+            "scale": scale,
+            "causal": causal,
+            "layout": layout,
+            "deterministic": deterministic,
+        }
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return _gradients(ctx, *grad_outputs)
+
+
+@once_differentiable
+def _gradients(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """What `_Attention` returns backwards: for each of its arguments."""
+    others = (None,) * 4  # scale, causal, layout, deterministic
+    if dout is None and dlse is None:
+        return (None, None, None, *others)
+    q, k, v, out, lse = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else _readable(dout)
+    gradients = backward(dout, q, k, v, out, lse, dlse=dlse, **ctx.options)
+    wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+    return (*(gradient if needed else None for gradient, needed in wanted), *others)
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    layout: Layout = "bshd",
+    deterministic: bool | None = None,
+    dlse: torch.Tensor | None = None,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of sum(dout out) + sum(dlse lse) by q, k and v, without autograd.
+
+    out and lse are taken as given: those of `forward`, or of more keys than k has, as in a ring,
+    where they belong to the whole row and the gradients are the share of these keys.
+
+    Takes a float32 workspace for the time of the call: dq, and two numbers a row, with len_q
+    rounded up to 128 and head_dim to 64.
+
+    Args:
+        dout, out: of the shape and dtype that `forward` returns.
+        q, k, v, scale, causal, layout: as they were for `forward`.
+        lse: (batch, heads, len_q), fp32, contiguous. Rows with -inf have gradients 0.
+        deterministic: the same bits in every run, for dq too, whose parts are otherwise added up in
+            the order in which they are ready. None: if torch.use_deterministic_algorithms is on, or
+            HOPWELL_DETERMINISTIC is 1.
+        dlse: gradient of lse, of its shape, fp32; None is 0.
+        dq, dk, dv: buffers of the shapes and dtype of q, k and v; must not overlap any input.
+
+    Returns:
+        (dq, dk, dv), contiguous unless given.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError, emulator.KernelFault: as
+            `forward`.
+    """
+    emulation = active()
+    if deterministic is None:
+        deterministic = (
+            torch.are_deterministic_algorithms_enabled() or env.DETERMINISTIC.value == "1"
+        )
+    buffers = (dq, dk, dv)
+    try:
+        signature = (
+            *(described(t) for t in (dout, q, k, v, out, lse)),
+            *(t if t is None else described(t) for t in (dlse, *buffers)),
+            scale if scale is None else (type(scale), checks.holds(scale)),
+            type(causal),
+            causal,
+            layout,
+            deterministic,
+            emulation if emulation is None else emulation.arch,
+        )
+        plan = _plans.get(signature)
+    except (AttributeError, TypeError, RuntimeError):
+        # Not tensors and numbers: the checks will say what is what.
+        plan = signature = None
+    options = {
+        "scale": scale,
+        "causal": causal,
+        "layout": layout,
+        "deterministic": deterministic,
+        **{"dlse": dlse, "dq": dq, "dk": dk, "dv": dv},
+    }
+    if plan is None:
+        checks.raise_first(_problems(dout, q, k, v, out, lse, **options))
+        plan = _make_plan(q, k, v, causal=causal, layout=layout, facts=(deterministic, dlse))
+        if plan.call is not None:
+            _plans.keep(signature, plan)
+    checks.gradients({"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse})
+
+    dq, dk, dv = (
+        torch.empty_strided(like.shape, contiguous(like.shape), dtype=q.dtype, device=q.device)
+        if buffer is None
+        else buffer
+        for buffer, like in zip(buffers, (q, k, v), strict=True)
+    )
+    if plan.call is None:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    workspace = torch.empty(plan.workspace, dtype=torch.float32, device=q.device)
+    inputs = [t.detach() for t in (dout, q, k, v, out, lse, *(() if dlse is None else (dlse,)))]
+    factor = plan.scale if scale is None else scale
+    arguments = (*inputs, dq, dk, dv, workspace, factor, plan.heads_first)
+    try:
+        if emulation is None:
+            plan.call(*arguments)
+        else:
+            emulation.launch(plan.call, *arguments, outputs=(dq, dk, dv))
+    except Exception:
+        # As in `forward`: the compiled function has checked what the signature leaves out.
+        problem = next(_problems(dout, q, k, v, out, lse, **options), None)
+        if problem is None:
+            raise
+        raise problem.error(problem.text) from None
+    return dq, dk, dv
+
+
+def _readable(dout: torch.Tensor) -> torch.Tensor:
+    """dout itself, if the kernels can read it, else a copy."""
+    return dout if next(checks.memory("dout", dout), None) is None else dout.contiguous()
+
+
+def _problems(*tensors: Any, **options: Any) -> Iterator[checks.Problem]:
+    emulation = active()
+    emulated = emulation and emulation.arch
+    return checks.backward(*tensors, emulated=emulated, wanted=env.ARCH.value, **options)
+
+
+def _make_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    layout: Layout,
+    facts: tuple[bool, torch.Tensor | None],
+) -> _Plan:
+    sequence, heads = (1, 2) if layout == "bshd" else (2, 1)
+    call, workspace = None, 0
+    if q.numel() and k.shape[sequence]:
+        arch = arch_for(q.device)
+        deterministic, dlse = facts
+        dims = q.shape[3], v.shape[3]
+        kernel = BackwardFacts(DTYPE_NAMES[q.dtype], *dims, causal, deterministic, dlse is not None)
+        workspace = backward_workspace(arch, kernel, q.shape[0], q.shape[heads], q.shape[sequence])
+        call = compiling.launcher(backward_spec(arch, kernel), emulated=active() is not None).call
+    return _Plan(workspace, 1 / math.sqrt(q.shape[3]), layout == "bhsd", call)
