@@ -42,6 +42,7 @@ from ..layouts.hardware import (
     WARPGROUP_WARPS,
     WGMMA_ROWS,
 )
+from ..layouts.opaque import settle
 from ..layouts.smem import allocate, row_major_stages, transposed, view
 from ..pipelines.backward_sm90 import backward_graph
 from ..pipelines.tile_order import TileOrder
@@ -50,7 +51,7 @@ from .bwd_workspace import Workspace, add_quads
 from .mask import Mask
 from .online_softmax import LOG2_E
 from .tiles import ELEMENT_BYTES, BackwardTiles
-from .wgmma import InSmem, in_registers, issue, narrow, widen
+from .wgmma import InSmem, any_bits, in_registers, issue, narrow, widen
 
 
 @dataclass(frozen=True)
@@ -484,9 +485,12 @@ class BwdSm90:
         if const_expr(not self.by_keys):
             write_fragment(share.mma_s, rP, share.sP[None, None, state.index], share.thread)
             self.meet("p_there")
+        any_p = any_bits(rP)
+        settle(any_p)
         P = self.operand(rP, share.tVrP, state.index)
         warpgroup.wait_group(0)  # dP is there
         issue(share.mma_dv, share.acc_dV, P, share.tVrdO.stage(state.index).steps(), True)
+        settle(any_p)
         self.gradients(share, rP, state.index)
         if const_expr(masked):
             self.apply_mask(share, keys, share.acc_dP, q_tile)

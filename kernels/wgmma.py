@@ -1,5 +1,7 @@
 """Warpgroup products: their operands, issuing them, and turning a result into an operand."""
 
+import functools
+import operator
 from dataclasses import dataclass
 
 import cutlass
@@ -85,13 +87,24 @@ def narrow(source: cute.Tensor, target: cute.Tensor) -> None:
         half[None, i].store(wide[None, i].load().to(target.element_type))
 
 
+def words(source: cute.Tensor) -> cute.Tensor:
+    """A 16-bit fragment as its registers, two elements each."""
+    packed = cute.recast_tensor(source, Int32)
+    return cute.make_tensor(packed.iterator, cute.make_layout(cute.size(packed)))
+
+
+def any_bits(source: cute.Tensor) -> Int32:
+    """The bits that any register of a 16-bit fragment has."""
+    packed = words(source)
+    return functools.reduce(operator.or_, [packed[i] for i in range(cute.size(packed))])
+
+
 def widen(source: cute.Tensor, pair: int) -> tuple[Float32, Float32]:
     """Elements 2 pair and 2 pair + 1 of a 16-bit fragment, each by one instruction.
 
     In assembly, for the compiler knows what was narrowed: it would keep that, or narrow twice.
     """
-    words = cute.recast_tensor(source, Int32)
-    word = cute.make_tensor(words.iterator, cute.make_layout(cute.size(words)))[pair]
+    word = words(source)[pair]
     if source.element_type is BFloat16:
         texts = "shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xFFFF0000;"
     else:
