@@ -389,10 +389,10 @@ class BwdSm90:
             return cute.local_tile(tensor, shape, (row, column, None))
 
         def operand_a(mma, tensor: cute.Tensor) -> InSmem:
-            return InSmem.of(mma.make_fragment_A(mma.partition_A(tensor)))
+            return InSmem.of(mma.make_fragment_A(mma.partition_A(tensor)), self.by_keys)
 
         def operand_b(mma, tensor: cute.Tensor) -> InSmem:
-            return InSmem.of(mma.make_fragment_B(mma.partition_B(tensor)))
+            return InSmem.of(mma.make_fragment_B(mma.partition_B(tensor)), self.by_keys)
 
         def own_rows(rows: cute.Tensor) -> cute.Tensor:
             """(2, octets, stages): of every eight rows, the two that this thread has scores of."""
@@ -459,8 +459,9 @@ class BwdSm90:
 
     def state(self, number: Int32) -> pipeline.PipelineState:
         """Stage and phase of a tile, in the rings of Q and dO alike: one register for all."""
-        stages = self.tiles.stages
-        return pipeline.PipelineState(stages, number, number % stages, number // stages % 2)
+        stages = self.tiles.stages  # two: a power of two, at least
+        index, phase = number & (stages - 1), (number // stages) & 1
+        return pipeline.PipelineState(stages, number, index, phase)
 
     @cute.jit
     def step(

@@ -30,10 +30,15 @@ class InSmem:
     layout: cute.Layout  # of the address, in units of 16 bytes
 
     @staticmethod
-    def of(fragment: cute.Tensor) -> "InSmem":
-        """`fragment` as make_fragment_A and make_fragment_B return it."""
+    def of(fragment: cute.Tensor, keep: bool = True) -> "InSmem":
+        """`fragment` as make_fragment_A and make_fragment_B return it.
+
+        `keep` it in a register. With more operands than uniform registers hold, it is in others,
+        and each product is preceded by a move; then better computed anew for every use.
+        """
         whole = smem_descriptor_to_int(fragment.iterator)
-        return InSmem(opaque(Int32(whole & LOW_HALF)), whole & ~LOW_HALF, fragment.layout)
+        low = Int32(whole & LOW_HALF)
+        return InSmem(opaque(low) if keep else low, whole & ~LOW_HALF, fragment.layout)
 
     def stage(self, index: Int32) -> "InSmem":
         """One stage of it."""
