@@ -543,12 +543,14 @@ class BwdSm90:
 
     @cute.jit
     def gradients(self, share: Share, rP: cute.Tensor, stage: Int32):
-        """dS = P (dP - D), in the place of dP. Of P, 16 bits: all its bits would not fit."""
+        """dS = P (dP - D), in the place of dP; where all of P would not fit, of its 16 bits."""
         rowsum = cute.make_rmem_tensor_like(share.rowsum[None, None, 0])
         cute.autovec_copy(share.rowsum[None, None, stage], rowsum)
         for octet in cutlass.range_constexpr(cute.size(rowsum, mode=[1])):
             for half in cutlass.range_constexpr(2):
-                P = widen(rP, 2 * octet + half)
+                P = [share.acc_S[(e, half, octet), 0, 0] for e in range(2)]
+                if const_expr(self.by_keys):
+                    P = widen(rP, 2 * octet + half)
                 for e in cutlass.range_constexpr(2):
                     dP = share.acc_dP[(e, half, octet), 0, 0] - rowsum[e, octet]
                     share.acc_dP[(e, half, octet), 0, 0] = P[e] * dP
