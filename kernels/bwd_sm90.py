@@ -47,7 +47,7 @@ from ..layouts.smem import allocate, row_major_stages, transposed, view
 from ..pipelines.backward_sm90 import backward_graph
 from ..pipelines.tile_order import TileOrder
 from . import BackwardFacts
-from .bwd_workspace import Workspace, add_quads
+from .bwd_workspace import DqTurn, Workspace, add_quads
 from .mask import Mask
 from .online_softmax import LOG2_E
 from .tiles import ELEMENT_BYTES, BackwardTiles
@@ -508,7 +508,18 @@ class BwdSm90:
         edges.load_do.consumer_release(state)
         warpgroup.wait_group(1)  # dQ is there
         place = args.workspace.dq[(None, share.thread, None), share.group, q_tile, head, keys.batch]
-        add_quads(acc_dQ, place)
+        if const_expr(self.facts.deterministic):
+            counter = cute.domain_offset(
+                (share.group, q_tile, head, keys.batch), args.workspace.turns
+            ).iterator
+            first, _ = self.graph.barrier("dq_turn")
+            rank = keys.first // self.tiles.tile_kv
+            turn = DqTurn(counter, rank, first + share.group, share.thread)
+            turn.wait()
+            add_quads(acc_dQ, place)
+            turn.release()
+        else:
+            add_quads(acc_dQ, place)
         # After the last tile the same again, for nobody: products in flight and a branch that only
         # some tiles take do not go together.
         following = cutlass.min(number + 1, total - 1)

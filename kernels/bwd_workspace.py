@@ -25,6 +25,7 @@ class Workspace:
     dq: cute.Tensor  # ((QUAD, thread, quads), warpgroup, q_tile, head, batch)
     lse_log2: cute.Tensor  # (row, head, batch)
     rowsum: cute.Tensor  # (row, head, batch): D, less the gradient of LSE
+    turns: cute.Tensor  # (warpgroup, q_tile, head, batch), int32: K/V tiles that are in this dq
 
     @staticmethod
     def of(
@@ -54,13 +55,56 @@ class Workspace:
                 batch_rows * columns,
             ),
         )
+        q_tiles = blocks * (BACKWARD_ROWS // tiles.tile_q)
+        turns = cute.make_layout(
+            (groups, q_tiles, heads, batch),
+            stride=(1, groups, groups * q_tiles, groups * q_tiles * heads),
+        )
         row = cute.make_layout((rows, heads, batch), stride=(1, head_rows, batch_rows))
         lse_log2 = memory.iterator + batch_rows * batch * columns
+        rowsum = lse_log2 + batch_rows * batch
+        counters = cute.recast_ptr(rowsum + batch_rows * batch, dtype=Int32)
         return Workspace(
             cute.make_tensor(memory.iterator, dq),
             cute.make_tensor(lse_log2, row),
-            cute.make_tensor(lse_log2 + batch_rows * batch, row),
+            cute.make_tensor(rowsum, row),
+            cute.make_tensor(counters, turns),
         )
+
+
+@dataclass(frozen=True)
+class DqTurn:
+    """The turn of one K/V tile to add to a part of dQ: the tiles come in the order of their keys.
+
+    CTAs start in that order too, so that nobody waits for one that has not begun.
+    """
+
+    counter: cute.Pointer  # int32, global: tiles that have had their turn
+    rank: Int32  # of this one
+    barrier: Int32  # of the warpgroup
+    thread: Int32  # in the warpgroup
+
+    @cute.jit
+    def wait(self) -> None:
+        """Until all tiles before are in."""
+        if self.thread == 0:
+            done = self.load()
+            while done != self.rank:
+                done = self.load()
+        self.meet()
+
+    @cute.jit
+    def release(self) -> None:
+        """To the next tile, once the whole warpgroup has added its part."""
+        self.meet()
+        if self.thread == 0:
+            cute.arch.red(self.counter, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+
+    def load(self) -> Int32:
+        return cute.arch.load(self.counter, Int32, sem="acquire", scope="gpu")
+
+    def meet(self) -> None:
+        cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP_THREADS)
 
 
 @cute.jit

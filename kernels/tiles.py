@@ -414,9 +414,15 @@ class BackwardTiles:
         consume = self.consumer_warpgroups * self.registers_consume
         return WARPGROUP_THREADS * (self.registers_load + consume)
 
+    @property
+    def block_turns(self) -> int:
+        """Counters of turns for BACKWARD_ROWS rows: one for each part of dQ added at once."""
+        return BACKWARD_ROWS // self.tile_q * self.consumer_warpgroups
+
     def workspace_floats(self, batch: int, heads_q: int, len_q: int) -> int:
-        """Of the dQ accumulator, LSE and D, in float32."""
-        return batch * heads_q * padded_rows(len_q) * (self.dq_columns + 2)
+        """The dQ accumulator, LSE and D, in float32, and the counters of turns."""
+        blocks = batch * heads_q * padded_rows(len_q) // BACKWARD_ROWS
+        return blocks * (BACKWARD_ROWS * (self.dq_columns + 2) + self.block_turns)
 
 
 # S and dP take tile_q registers of a consumer thread, dK and dV (head_dim + head_dim_v) / 2, and
