@@ -1,7 +1,7 @@
 """Before backward's main kernel: D = rowsum(dO * O) - dLSE, LSE in base 2, and a dQ of zeros.
 
 Data:    O, dO --16 bytes a lane--> registers --shuffles--> D of a row; LSE; dQ: zeros.
-Rows:    8 or 16 lanes a row, all passes of a CTA's 128 rows in flight together.
+Rows:    8 or 16 lanes a row, the passes of a CTA's tile of Q in flight together.
 Padding: a row that attends nothing, or lies past the end, gets LSE = inf and D = 0, so that its
          P = exp2(S - LSE) is 0, and dS = P (dP - D) too: no mask for rows, and no infinity minus
          infinity.
@@ -17,9 +17,9 @@ from ..layouts.hardware import TMA_ALIGNMENT_BYTES
 from . import BackwardFacts
 from .bwd_workspace import QUAD, Workspace
 from .online_softmax import LOG2_E
-from .tiles import BACKWARD_ROWS, ELEMENT_BYTES, BackwardTiles
+from .tiles import ELEMENT_BYTES, BackwardTiles
 
-THREADS = 256
+THREADS = 128
 CHUNK = TMA_ALIGNMENT_BYTES // ELEMENT_BYTES  # elements that a lane loads at once
 
 
@@ -41,8 +41,8 @@ class BwdRowsum:
         self.tiles = tiles
         self.chunks = facts.head_dim_v // CHUNK
         self.lanes = 8 if self.chunks <= 16 else 16  # of a row
-        self.turns = tiles.block_turns if facts.deterministic else 0
-        self.zeros = BACKWARD_ROWS * tiles.dq_columns  # of dQ, for each CTA
+        self.turns = tiles.consumer_warpgroups if facts.deterministic else 0
+        self.zeros = tiles.tile_q * tiles.dq_columns  # of dQ, for each CTA
 
     @cute.jit
     def __call__(
@@ -56,7 +56,7 @@ class BwdRowsum:
     ):
         batch, len_q, heads, _ = o.shape
         self.kernel(Args(o, do, lse, dlse, workspace)).launch(
-            grid=[cute.ceil_div(len_q, BACKWARD_ROWS) * heads * batch, 1, 1],
+            grid=[cute.ceil_div(len_q, self.tiles.tile_q) * heads * batch, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
         )
@@ -66,11 +66,11 @@ class BwdRowsum:
         cute.arch.griddepcontrol_launch_dependents()
         number, _, _ = cute.arch.block_idx()
         _, len_q, heads, _ = args.o.shape
-        blocks = cute.ceil_div(len_q, BACKWARD_ROWS)
+        blocks = cute.ceil_div(len_q, self.tiles.tile_q)
         block, sequence = number % blocks, number // blocks
         head, batch = sequence % heads, sequence // heads
         self.clear(args, number)
-        self.sum_rows(args, block * BACKWARD_ROWS, head, batch)
+        self.sum_rows(args, block * self.tiles.tile_q, head, batch)
 
     @cute.jit
     def clear(self, args: Args, number: Int32):
@@ -94,7 +94,7 @@ class BwdRowsum:
         lane, own = thread % self.lanes, thread // self.lanes
         rows = THREADS // self.lanes
         _, len_q, _, _ = args.o.shape
-        for i in cutlass.range(BACKWARD_ROWS // rows, unroll=4):
+        for i in cutlass.range(self.tiles.tile_q // rows, unroll=4):
             row = first + i * rows + own
             total, lse_log2 = Float32(0.0), Float32.inf
             if row < len_q:

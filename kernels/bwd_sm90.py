@@ -83,8 +83,8 @@ class Smem:
     k: cute.Tensor  # (keys, columns, 1)
     v: cute.Tensor  # (keys, columns, 1)
     do: cute.Tensor  # (rows, columns, stages)
-    p: cute.Tensor  # (keys, rows, stages); where P stays in registers, the same as ds
-    ds: cute.Tensor  # (keys, rows, stages)
+    p: cute.Tensor  # (rows, keys, stages); where P stays in registers, the same as ds
+    ds: cute.Tensor  # (rows, keys, stages)
     dk: cute.Tensor  # (keys, columns, 1), the place of k
     dv: cute.Tensor  # (keys, columns, 1), the place of v
     lse_log2: cute.Tensor  # (rows, stages), float32
@@ -107,8 +107,8 @@ class Share:
     tVrdO: InSmem  # (mma, n, k, stage)
     tKrdS: InSmem | None  # (mma, m, k, stage); None: in registers
     tKrQ: InSmem  # (mma, n, k, stage)
-    tQrdS: InSmem  # (mma, m, k, stage)
-    tQrK: InSmem  # (mma, n, k)
+    tQrA: InSmem  # dS (mma, m, k, stage), or where dQ is transposed, K (mma, m, k)
+    tQrB: InSmem  # K (mma, n, k), or where dQ is transposed, dS (mma, n, k, stage)
     sP: cute.Tensor  # (keys, rows, stages), this warpgroup's part
     sdS: cute.Tensor  # (keys, rows, stages), this warpgroup's part
     lse_log2: cute.Tensor  # (2, row octets, stages): of the rows that this thread holds
@@ -147,12 +147,14 @@ class BwdSm90:
         self.shape_k = (tiles.tile_kv, tiles.dq_columns)
         self.shape_v = (tiles.tile_kv, tiles.v_columns)
         self.shape_do = (tiles.tile_q, tiles.v_columns)
-        self.shape_ds = (tiles.tile_kv, tiles.tile_q)
+        self.shape_ds = (tiles.tile_q, tiles.tile_kv)
         # Of one warpgroup:
         self.shape_s = (WGMMA_ROWS, tiles.tile_q // of_rows)
         self.shape_dk = (WGMMA_ROWS, tiles.q_columns // of_columns)
         self.shape_dv = (WGMMA_ROWS, tiles.v_columns // of_columns)
-        self.shape_dq = (WGMMA_ROWS, tiles.dq_columns // (1 if tiles.dq_by_rows else groups))
+        part_dq = tiles.dq_columns // (1 if tiles.dq_by_rows else groups)
+        self.shape_dq = (WGMMA_ROWS, tiles.tile_q if tiles.dq_transposed else part_dq)
+        self.part_dq = part_dq
         self.graph = backward_graph(
             consumer_warpgroups=groups,
             stages=tiles.stages,
@@ -167,10 +169,10 @@ class BwdSm90:
     def smem_layouts(self) -> SimpleNamespace:
         """(rows, columns, stages) of each buffer."""
         tiles, dtype = self.tiles, self.dtype
-        part_q, part_v, part_dq = self.shape_dk[1], self.shape_dv[1], self.shape_dq[1]
+        part_q, part_v = self.shape_dk[1], self.shape_dv[1]
         return SimpleNamespace(
             q=row_major_stages(dtype, self.shape_q, tiles.stages, part=part_q),
-            k=row_major_stages(dtype, self.shape_k, 1, part=part_dq),
+            k=row_major_stages(dtype, self.shape_k, 1, part=self.part_dq),
             v=row_major_stages(dtype, self.shape_v, 1),
             do=row_major_stages(dtype, self.shape_do, tiles.stages, part=part_v),
             ds=row_major_stages(dtype, self.shape_ds, tiles.stages, part=WGMMA_ROWS),
@@ -184,14 +186,19 @@ class BwdSm90:
         return make_trivial_tiled_mma(*dtypes, k, k, Float32, one, self.shape_s)
 
     def output_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
-        """dK += dS Q, dV += P dO and dQ = dS K of one warpgroup."""
+        """dK += dS Q, dV += P dO, and dQ = dS K or its transpose, of one warpgroup."""
         dtypes, one, k, mn = (self.dtype,) * 2, (1, 1, 1), OperandMajorMode.K, OperandMajorMode.MN
         source = warpgroup.OperandSource
-        place = source.RMEM if self.by_keys else source.SMEM
+        place = (k, source.RMEM) if self.by_keys else (mn, source.SMEM)
+        dq_majors = (mn, k) if self.tiles.dq_transposed else (k, mn)
+
+        def of_keys(shape: tuple[int, int]) -> cute.TiledMma:
+            return make_trivial_tiled_mma(*dtypes, place[0], mn, Float32, one, shape, place[1])
+
         return (
-            make_trivial_tiled_mma(*dtypes, k, mn, Float32, one, self.shape_dk, place),
-            make_trivial_tiled_mma(*dtypes, k, mn, Float32, one, self.shape_dv, place),
-            make_trivial_tiled_mma(*dtypes, mn, mn, Float32, one, self.shape_dq),
+            of_keys(self.shape_dk),
+            of_keys(self.shape_dv),
+            make_trivial_tiled_mma(*dtypes, *dq_majors, Float32, one, self.shape_dq),
         )
 
     @cute.jit
@@ -412,8 +419,12 @@ class BwdSm90:
         sQt = part(transposed(smem.q), (self.shape_dk[1], tile_q), own_part, 0)
         sdOt = part(transposed(smem.do), (self.shape_dv[1], tile_q), own_part, 0)
         dq_row, dq_column = (group, 0) if self.tiles.dq_by_rows else (0, group)
-        sdSt = part(transposed(smem.ds), (WGMMA_ROWS, self.tiles.tile_kv), dq_row, 0)
-        sKt = part(transposed(smem.k), (self.shape_dq[1], self.tiles.tile_kv), dq_column, 0)
+        sKt = part(transposed(smem.k), (self.part_dq, self.tiles.tile_kv), dq_column, 0)
+        if const_expr(self.tiles.dq_transposed):
+            dq_a, dq_b = operand_a(any_dq, sKt).stage(0), operand_b(any_dq, smem.ds)
+        else:
+            sdS = part(smem.ds, (WGMMA_ROWS, self.tiles.tile_kv), dq_row, 0)
+            dq_a, dq_b = operand_a(any_dq, sdS), operand_b(any_dq, sKt).stage(0)
         return Share(
             mma_s=mma_s,
             mma_dk=mma_dk,
@@ -423,14 +434,14 @@ class BwdSm90:
             tSrQ=operand_b(any_s, sQ),
             tPrV=operand_a(any_s, sV).stage(0),
             tPrdO=operand_b(any_s, sdO),
-            tVrP=None if self.by_keys else operand_a(any_dv, smem.p),
+            tVrP=None if self.by_keys else operand_a(any_dv, transposed(smem.p)),
             tVrdO=operand_b(any_dv, sdOt),
-            tKrdS=None if self.by_keys else operand_a(any_dk, smem.ds),
+            tKrdS=None if self.by_keys else operand_a(any_dk, transposed(smem.ds)),
             tKrQ=operand_b(any_dk, sQt),
-            tQrdS=operand_a(any_dq, sdSt),
-            tQrK=operand_b(any_dq, sKt).stage(0),
-            sP=part(smem.p, self.shape_s, own_keys, own_part),
-            sdS=part(smem.ds, self.shape_s, own_keys, own_part),
+            tQrA=dq_a,
+            tQrB=dq_b,
+            sP=part(transposed(smem.p), self.shape_s, own_keys, own_part),
+            sdS=part(transposed(smem.ds), self.shape_s, own_keys, own_part),
             lse_log2=own_rows(smem.lse_log2),
             rowsum=own_rows(smem.rowsum),
             acc_S=accumulator(mma_s, self.shape_s, Float32),
@@ -484,7 +495,7 @@ class BwdSm90:
         rP = cute.make_rmem_tensor_like(share.acc_S, self.dtype)
         narrow(share.acc_S, rP)
         if const_expr(not self.by_keys):
-            write_fragment(share.mma_s, rP, share.sP[None, None, state.index], share.thread)
+            write_fragment(share.mma_s, rP, share.sP[None, None, state.index], share.thread, True)
             self.meet("p_there")
         any_p = any_bits(rP)
         settle(any_p)
@@ -497,12 +508,15 @@ class BwdSm90:
             self.apply_mask(share, keys, share.acc_dP, q_tile)
         rdS = cute.make_rmem_tensor_like(share.acc_dP, self.dtype)
         narrow(share.acc_dP, rdS)
-        write_fragment(share.mma_s, rdS, share.sdS[None, None, state.index], share.thread)
+        write_fragment(share.mma_s, rdS, share.sdS[None, None, state.index], share.thread, True)
         self.meet("ds_there")
         dS = self.operand(rdS, share.tKrdS, state.index)
         acc_dQ = accumulator(share.mma_dq, self.shape_dq, Float32)
-        in_smem = share.tQrdS.stage(state.index).steps()
-        issue(share.mma_dq, acc_dQ, in_smem, share.tQrK.steps(), False)
+        if const_expr(self.tiles.dq_transposed):
+            A, B = share.tQrA.steps(), share.tQrB.stage(state.index).steps()
+        else:
+            A, B = share.tQrA.stage(state.index).steps(), share.tQrB.steps()
+        issue(share.mma_dq, acc_dQ, A, B, False)
         issue(share.mma_dk, share.acc_dK, dS, share.tKrQ.stage(state.index).steps(), True)
         warpgroup.wait_group(2)  # dV is there
         edges.load_do.consumer_release(state)

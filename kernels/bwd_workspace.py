@@ -2,7 +2,7 @@
 
 dQ is kept in *fragment order*: for each tile of Q and each consumer warpgroup, the registers of its
 accumulator four by four, thread after thread, so that what a warp adds at once is 512 bytes in one
-piece. Rows of a sequence are padded to whole tiles of every kernel.
+piece. The rows of a sequence are padded to whole tiles.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from cutlass import Int32, Int64
 from cutlass._mlir.dialects import llvm
 
 from ..layouts.hardware import WARPGROUP_THREADS
-from .tiles import BACKWARD_ROWS, BackwardTiles
+from .tiles import BackwardTiles
 
 QUAD = 4  # accumulator registers that are added at once
 
@@ -32,8 +32,8 @@ class Workspace:
         tiles: BackwardTiles, memory: cute.Tensor, batch: Int32, heads: Int32, len_q: Int32
     ) -> "Workspace":
         """Host code: `memory` has at least `tiles.workspace_floats`."""
-        blocks = cute.ceil_div(len_q, BACKWARD_ROWS)
-        rows = blocks * BACKWARD_ROWS
+        q_tiles = cute.ceil_div(len_q, tiles.tile_q)
+        rows = q_tiles * tiles.tile_q
         columns, groups = tiles.dq_columns, tiles.consumer_warpgroups
         part = tiles.tile_q * columns // groups
         quads = part // (QUAD * WARPGROUP_THREADS)
@@ -43,7 +43,7 @@ class Workspace:
             (
                 (QUAD, WARPGROUP_THREADS, quads),
                 groups,
-                blocks * (BACKWARD_ROWS // tiles.tile_q),
+                q_tiles,
                 heads,
                 batch,
             ),
@@ -55,7 +55,6 @@ class Workspace:
                 batch_rows * columns,
             ),
         )
-        q_tiles = blocks * (BACKWARD_ROWS // tiles.tile_q)
         turns = cute.make_layout(
             (groups, q_tiles, heads, batch),
             stride=(1, groups, groups * q_tiles, groups * q_tiles * heads),

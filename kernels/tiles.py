@@ -290,12 +290,6 @@ def forward_tiles(arch: str, head_dim: int, head_dim_v: int, short: bool = False
 
 
 SPLIT_COLUMNS = 64  # and multiples of them are split between two warpgroups
-BACKWARD_ROWS = 128  # of Q, of every backward kernel's tiles: they divide it
-
-
-def padded_rows(len_q: int) -> int:
-    """Rows that a sequence of Q takes in the workspace of backward: full tiles for every kernel."""
-    return -(-len_q // BACKWARD_ROWS) * BACKWARD_ROWS
 
 
 @dataclass(frozen=True)
@@ -322,8 +316,10 @@ class BackwardTiles:
         _check_row(self)
         if self.split not in ("keys", "columns"):
             raise ValueError(f"split={self.split!r}: needs 'keys' or 'columns'")
-        if self.tile_q % WGMMA_ROWS or BACKWARD_ROWS % self.tile_q:
-            raise ValueError(f"tile_q={self.tile_q}: needs {WGMMA_ROWS} or {BACKWARD_ROWS}")
+        if self.tile_q % WGMMA_DEPTH or not WGMMA_DEPTH <= self.tile_q <= 2 * WGMMA_ROWS:
+            raise ValueError(f"tile_q={self.tile_q}: needs a multiple of {WGMMA_DEPTH} up to 128")
+        if self.dq_transposed and (self.split == "columns" or self.head_dim > 2 * WGMMA_ROWS):
+            raise ValueError(f"tile_q={self.tile_q}: needs {WGMMA_ROWS} with split='columns'")
         if self.split == "columns" and self.tile_q != WGMMA_ROWS:
             raise ValueError(f"tile_q={self.tile_q}: split='columns' needs {WGMMA_ROWS}")
         _check_resources(self)
@@ -346,6 +342,11 @@ class BackwardTiles:
         """Whether a warpgroup computes half of dQ's rows; else half of its columns."""
         return self.tile_q == self.consumer_warpgroups * WGMMA_ROWS
 
+    @property
+    def dq_transposed(self) -> bool:
+        """Whether dQ is computed with columns in place of rows, which need not be 64 then."""
+        return self.tile_q % WGMMA_ROWS > 0
+
     def _split_columns(self, head_dim: int) -> int:
         """Columns whose halves are whole swizzle patterns, of 64 bytes at least."""
         return -(-head_dim // SPLIT_COLUMNS) * SPLIT_COLUMNS
@@ -355,6 +356,8 @@ class BackwardTiles:
         """Columns of K's tile and of the dQ accumulator: the one rule for all three kernels."""
         if self.dq_by_rows:
             return padded_head_dim(self.head_dim)
+        if self.dq_transposed:
+            return self.consumer_warpgroups * WGMMA_ROWS
         return self._split_columns(self.head_dim)
 
     @property
@@ -414,15 +417,10 @@ class BackwardTiles:
         consume = self.consumer_warpgroups * self.registers_consume
         return WARPGROUP_THREADS * (self.registers_load + consume)
 
-    @property
-    def block_turns(self) -> int:
-        """Counters of turns for BACKWARD_ROWS rows: one for each part of dQ added at once."""
-        return BACKWARD_ROWS // self.tile_q * self.consumer_warpgroups
-
     def workspace_floats(self, batch: int, heads_q: int, len_q: int) -> int:
-        """The dQ accumulator, LSE and D, in float32, and the counters of turns."""
-        blocks = batch * heads_q * padded_rows(len_q) // BACKWARD_ROWS
-        return blocks * (BACKWARD_ROWS * (self.dq_columns + 2) + self.block_turns)
+        """The dQ accumulator, LSE and D, in float32, and a turn for each warpgroup's part of dQ."""
+        q_tiles = batch * heads_q * -(-len_q // self.tile_q)
+        return q_tiles * (self.tile_q * (self.dq_columns + 2) + self.consumer_warpgroups)
 
 
 # S and dP take tile_q registers of a consumer thread, dK and dV (head_dim + head_dim_v) / 2, and
