@@ -509,18 +509,37 @@ class BwdSm90:
         rdS = cute.make_rmem_tensor_like(share.acc_dP, self.dtype)
         narrow(share.acc_dP, rdS)
         write_fragment(share.mma_s, rdS, share.sdS[None, None, state.index], share.thread, True)
-        self.meet("ds_there")
-        dS = self.operand(rdS, share.tKrdS, state.index)
+        dS, Q = self.operand(rdS, share.tKrdS, state.index), share.tKrQ.stage(state.index).steps()
+        if const_expr(self.by_keys):
+            issue(share.mma_dk, share.acc_dK, dS, Q, True)
+            self.meet("ds_there")
+        else:
+            self.meet("ds_there")
+            issue(share.mma_dk, share.acc_dK, dS, Q, True)
         acc_dQ = accumulator(share.mma_dq, self.shape_dq, Float32)
         if const_expr(self.tiles.dq_transposed):
             A, B = share.tQrA.steps(), share.tQrB.stage(state.index).steps()
         else:
             A, B = share.tQrA.stage(state.index).steps(), share.tQrB.steps()
         issue(share.mma_dq, acc_dQ, A, B, False)
-        issue(share.mma_dk, share.acc_dK, dS, share.tKrQ.stage(state.index).steps(), True)
         warpgroup.wait_group(2)  # dV is there
         edges.load_do.consumer_release(state)
+        warpgroup.wait_group(1)  # dK is there
+        edges.load_q.consumer_release(state)
+        # After the last tile the same again, for nobody: products in flight and a branch that only
+        # some tiles take do not go together.
+        following = cutlass.min(number + 1, total - 1)
+        self.issue_s(share, edges, following, following == number)
         warpgroup.wait_group(1)  # dQ is there
+        self.add_dq(args, share, keys, acc_dQ, q_tile, head)
+        self.issue_dp(share, edges, following, following == number)
+        warpgroup.wait_group(1)  # S of the next tile is there
+
+    @cute.jit
+    def add_dq(
+        self, args: Args, share: Share, keys: Keys, acc_dQ: cute.Tensor, q_tile: Int32, head: Int32
+    ):
+        """Add this warpgroup's part of a dQ to what other K/V tiles gave."""
         place = args.workspace.dq[(None, share.thread, None), share.group, q_tile, head, keys.batch]
         if const_expr(self.facts.deterministic):
             counter = cute.domain_offset(
@@ -534,14 +553,6 @@ class BwdSm90:
             turn.release()
         else:
             add_quads(acc_dQ, place)
-        # After the last tile the same again, for nobody: products in flight and a branch that only
-        # some tiles take do not go together.
-        following = cutlass.min(number + 1, total - 1)
-        self.issue_s(share, edges, following, following == number)
-        warpgroup.wait_group(1)  # dK is there
-        edges.load_q.consumer_release(state)
-        self.issue_dp(share, edges, following, following == number)
-        warpgroup.wait_group(1)  # S of the next tile is there
 
     def operand(self, fragment: cute.Tensor, in_smem: InSmem | None, turn: Int32) -> list:
         """The steps of P or dS as an operand A: where this warpgroup has it all, its registers."""
