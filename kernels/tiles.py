@@ -424,9 +424,9 @@ class BackwardTiles:
 
 
 # Head dims of a row are the largest that it serves. S and dP take tile_q registers of a consumer
-# thread, dK and dV (head_dim + head_dim_v) / 2; P and dS in 16 bits take the place of S, and dQ that
-# of dP. Products with both operands in shared memory, S, dP and dQ, read 128 (64 + tile_q) bytes a
-# step of 8 tile_q clocks, and an SM reads 128 a clock: the longer the tile, the less that is felt.
+# thread, dK and dV (head_dim + head_dim_v) / 2; P and dS in 16 bits take the place of S, dQ that of
+# dP. A step of S, dP or dQ reads 32 (64 + tile_q) bytes of shared memory in tile_q / 2 clocks, and
+# there are 128 a clock: the longer the tile, the better. dK and dV have one operand there alone.
 BACKWARD: tuple[BackwardTiles, ...] = (
     BackwardTiles(
         arch="sm_90a",
