@@ -78,7 +78,8 @@ class BwdRowsum:
         thread, _, _ = cute.arch.thread_idx()
         zeros = cute.make_rmem_tensor(QUAD, Float32)
         zeros.fill(0.0)
-        start = args.workspace.dq.iterator + cutlass.Int64(number) * self.zeros
+        before = cute.assume(cutlass.Int64(number) * self.zeros, divby=QUAD)
+        start = args.workspace.dq.iterator + before
         quads = cute.make_tensor(start, cute.make_layout((QUAD, self.zeros // QUAD)))
         for i in cutlass.range_constexpr(cute.ceil_div(self.zeros, QUAD * THREADS)):
             quad = i * THREADS + thread
@@ -91,31 +92,40 @@ class BwdRowsum:
     def sum_rows(self, args: Args, first: Int32, head: Int32, batch: Int32):
         """LSE and D of the rows from `first`."""
         thread, _, _ = cute.arch.thread_idx()
-        lane, own = thread % self.lanes, thread // self.lanes
-        rows = THREADS // self.lanes
-        _, len_q, _, _ = args.o.shape
-        for i in cutlass.range(self.tiles.tile_q // rows, unroll=4):
-            row = first + i * rows + own
-            total, lse_log2 = Float32(0.0), Float32.inf
-            if row < len_q:
-                o = cute.zipped_divide(args.o[batch, row, head, None], (CHUNK,))
-                do = cute.zipped_divide(args.do[batch, row, head, None], (CHUNK,))
-                for c in cutlass.range_constexpr(cute.ceil_div(self.chunks, self.lanes)):
-                    chunk = c * self.lanes + lane
-                    if (c + 1) * self.lanes <= self.chunks or chunk < self.chunks:
-                        total += self.product(o[None, chunk], do[None, chunk])
-            total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
+        lane, own = thread % self.lanes, first + thread // self.lanes
+        rows, (_, len_q, _, _) = THREADS // self.lanes, args.o.shape
+        passes = self.tiles.tile_q // rows
+        lse, sums = (cute.make_rmem_tensor(passes, Float32) for _ in range(2))
+        for i in cutlass.range_constexpr(passes):
+            # Past the end the last row once more: no branch, so that all loads are under way.
+            row = cutlass.min(own + i * rows, len_q - 1)
+            lse[i] = args.lse[batch, head, row]
+            sums[i] = self.dot(
+                args.o[batch, row, head, None], args.do[batch, row, head, None], lane
+            )
+        for i in cutlass.range_constexpr(passes):
+            row = own + i * rows
+            total = cute.arch.warp_reduction_sum(sums[i], threads_in_group=self.lanes)
+            if const_expr(args.dlse is not None):
+                total -= args.dlse[batch, head, cutlass.min(row, len_q - 1)]
+            empty = row >= len_q or lse[i] == -Float32.inf
             if lane == 0:
-                if row < len_q:
-                    lse = args.lse[batch, head, row]
-                    if const_expr(args.dlse is not None):
-                        total -= args.dlse[batch, head, row]
-                    if lse == -Float32.inf:
-                        total = Float32(0.0)
-                    else:
-                        lse_log2 = lse * LOG2_E
-                args.workspace.lse_log2[row, head, batch] = lse_log2
-                args.workspace.rowsum[row, head, batch] = total
+                args.workspace.rowsum[row, head, batch] = Float32(0.0) if empty else total
+                args.workspace.lse_log2[row, head, batch] = (
+                    Float32.inf if empty else lse[i] * LOG2_E
+                )
+
+    def dot(self, o: cute.Tensor, do: cute.Tensor, lane: Int32) -> Float32:
+        """This lane's part of o * do, over one row."""
+        o, do = cute.zipped_divide(o, (CHUNK,)), cute.zipped_divide(do, (CHUNK,))
+        total = Float32(0.0)
+        for c in range(-(-self.chunks // self.lanes)):
+            chunk = c * self.lanes + lane
+            whole = (c + 1) * self.lanes <= self.chunks
+            at = chunk if whole else cutlass.min(chunk, self.chunks - 1)
+            product = self.product(o[None, at], do[None, at])
+            total += product if whole else cutlass.select_(chunk < self.chunks, product, 0.0)
+        return total
 
     def product(self, o: cute.Tensor, do: cute.Tensor) -> Float32:
         """The sum of o * do over one chunk."""

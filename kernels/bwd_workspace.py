@@ -51,8 +51,8 @@ class Workspace:
                 (1, QUAD, QUAD * WARPGROUP_THREADS),
                 part,
                 groups * part,
-                head_rows * columns,
-                batch_rows * columns,
+                cute.assume(head_rows * columns, divby=QUAD),
+                cute.assume(batch_rows * columns, divby=QUAD),
             ),
         )
         turns = cute.make_layout(
