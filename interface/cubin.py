@@ -19,6 +19,7 @@ _SIZED = 4  # attribute format: a payload follows
 _SYMTAB = 2  # section type
 _INSTRUCTION_BYTES = 16
 _LDL, _STL = 0x983, 0x387  # loads and stores of local memory
+_WAIT = 0x9C5  # WARPGROUP.DEPBAR: waits for products of a warpgroup
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Usage:
     registers: int
     local_bytes: int  # stack frame: register spills live there, so 0 means no spill
     local_instructions: int  # that load or store local memory
+    product_waits: int  # more than were asked for: ptxas has serialised the products
 
 
 def usage(cubin: bytes) -> dict[str, Usage]:
@@ -59,6 +61,7 @@ def usage(cubin: bytes) -> dict[str, Usage]:
     symbols: list[str] = []
     info = b""
     local: dict[str, int] = {}
+    waits: dict[str, int] = {}
     for name, kind, _, _, offset, size, link, _, _, stride in headers:
         if kind == _SYMTAB:
             starts = range(offset, offset + size, stride)
@@ -68,7 +71,9 @@ def usage(cubin: bytes) -> dict[str, Usage]:
         if section == ".nv.info":
             info = content
         elif section.startswith(".text."):
-            local[section.removeprefix(".text.")] = _local_instructions(content)
+            kernel = section.removeprefix(".text.")
+            local[kernel] = _count(content, _LDL, _STL)
+            waits[kernel] = _count(content, _WAIT)
 
     found: dict[int, dict[str, int]] = {_REGISTERS: {}, _STACK: {}}
     at = 0
@@ -82,13 +87,13 @@ def usage(cubin: bytes) -> dict[str, Usage]:
             found[attribute][symbols[symbol]] = value
         at += size
     return {
-        kernel: Usage(registers, found[_STACK].get(kernel, 0), local[kernel])
+        kernel: Usage(registers, found[_STACK].get(kernel, 0), local[kernel], waits[kernel])
         for kernel, registers in found[_REGISTERS].items()
     }
 
 
-def _local_instructions(code: bytes) -> int:
+def _count(code: bytes, *opcodes: int) -> int:
     words = (
         struct.unpack_from("<H", code, at)[0] for at in range(0, len(code), _INSTRUCTION_BYTES)
     )
-    return sum(word & 0xFFF in (_LDL, _STL) for word in words)
+    return sum(word & 0xFFF in opcodes for word in words)

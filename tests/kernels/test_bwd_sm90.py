@@ -96,3 +96,23 @@ def test_a_workspace_may_be_larger_and_any_content() -> None:
     e = exact(D64, c)
     first = run(D64, c, e)
     assert all(torch.equal(a, b) for a, b in zip(first, run(D64, c, e), strict=True))
+
+
+@pytest.mark.parametrize("facts", [D64, D64_FULL], ids=["causal", "full"])
+def test_deterministic_sums_do_not_depend_on_who_is_first(facts: BackwardFacts) -> None:
+    """In random order CTAs start in any, so that some wait for others that start later."""
+    c = case(facts, 150, 500, (2, 1))
+    results = {}
+    for chosen in (False, True):
+        chosen_facts = replace(facts, deterministic=chosen)
+        e = exact(chosen_facts, c)
+        results[chosen] = [run(chosen_facts, c, e, order="random", seed=s)[0] for s in range(3)]
+    assert all(torch.equal(dq, results[True][0]) for dq in results[True])
+    assert not all(torch.equal(dq, results[False][0]) for dq in results[False])
+
+
+@pytest.mark.parametrize("facts", [CAUSAL, FULL, D256], ids=["causal", "full", "256"])
+def test_deterministic_against_float64(facts: BackwardFacts) -> None:
+    facts = replace(facts, deterministic=True)
+    for len_q, len_kv, heads in [(200, 333, (4, 2)), (257, 130, (2, 1))]:
+        check(facts, case(facts, len_q, len_kv, heads))

@@ -2,11 +2,21 @@
 
 import dataclasses
 import itertools
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hopwell.kernels.tiles import FORWARD, HEAD_DIMS, Tiles, forward_tiles, padded_head_dim
+from hopwell.kernels.tiles import (
+    BACKWARD,
+    FORWARD,
+    HEAD_DIMS,
+    Tiles,
+    backward_tiles,
+    forward_tiles,
+    padded_head_dim,
+)
 from hopwell.layouts.hardware import registers_at_entry
 
 ROW = forward_tiles("sm_90a", 128, 128)
@@ -141,3 +151,57 @@ def test_head_dims_are_rounded_to_the_depth_of_a_product(head_dim: int, columns:
 @pytest.mark.parametrize(("threads", "registers"), [(256, 256), (384, 168), (512, 128)])
 def test_registers_at_entry(threads: int, registers: int) -> None:
     assert registers_at_entry(threads) == registers
+
+
+@pytest.mark.parametrize("head_dim_v", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_backward_has_tiles_for_every_pair_of_head_dims(head_dim: int, head_dim_v: int) -> None:
+    tiles = backward_tiles("sm_90a", head_dim, head_dim_v)
+    assert (tiles.head_dim, tiles.head_dim_v) == (head_dim, head_dim_v)
+    assert tiles.q_columns >= head_dim and tiles.dq_columns >= tiles.q_columns
+    assert tiles.v_columns >= head_dim_v
+    # What the kernels' threads share among them comes out even.
+    assert tiles.tile_q * tiles.dq_columns % (4 * 128 * tiles.consumer_warpgroups) == 0
+    assert tiles.workspace_floats(2, 3, 1) == 6 * (tiles.tile_q * (tiles.dq_columns + 2) + 2)
+
+
+@pytest.mark.parametrize(
+    ("dims", "row"),
+    [
+        ((8, 8), (64, 64)),
+        ((64, 72), (64, 128)),
+        ((72, 64), (96, 96)),
+        ((104, 8), (128, 128)),
+        ((128, 128), (128, 128)),
+        ((136, 8), (256, 256)),
+        ((192, 128), (256, 256)),
+    ],
+)
+def test_the_smallest_backward_row_that_holds_both_is_taken(
+    dims: tuple[int, int], row: tuple[int, int]
+) -> None:
+    assert backward_tiles("sm_90a", *dims).reason == backward_tiles("sm_90a", *row).reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"split": "rows"}, "split='rows'"),
+        ({"tile_q": 72}, "tile_q=72"),
+        ({"tile_q": 144}, "tile_q=144"),
+        ({"split": "columns", "tile_q": 128}, "tile_q=128"),
+        ({"split": "columns", "tile_q": 80}, "tile_q=80"),
+        ({"head_dim": 256, "head_dim_v": 256}, "smem_bytes="),
+        ({"registers_consume": 248}, "registers="),
+        ({"arch": "sm_80"}, "arch='sm_80'"),
+        ({"head_dim": 4}, "head_dim=4"),
+    ],
+)
+def test_a_backward_row_that_cannot_run_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(BACKWARD[0], **changes)
+
+
+def test_no_backward_row_is_a_lookup_error() -> None:
+    with pytest.raises(LookupError, match=r"sm_80 at head_dim=64"):
+        backward_tiles("sm_80", 64, 64)
