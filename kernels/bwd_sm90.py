@@ -8,10 +8,12 @@ Warps:   warpgroup 0 gives its registers away, and one warp of it issues every l
          consumer warpgroups split the K/V tile by keys, and P never leaves registers; or, for head
          dims of which registers do not hold 64 keys, by columns: then each computes the scores of
          half of the queries, P and dS go through smem, and each has half of the columns of dK, dV.
-Memory:  K and V stay; a ring each for Q with its LSE, and dO with its D; two tiles of dS, one read
-         while the next is written. At the end dK and dV take the place of K and V.
-Overlap: the exponentials run under dP, dS is computed under dV, and dQ is added to global memory
-         under dK and S of the next tile (FlashAttention-3, appendix B.1).
+Memory:  K and V stay; a ring each for Q with its LSE, and dO with its D; two tiles of dS (and P),
+         one read while the next is written. At the end dK and dV take the place of K and V.
+Overlap: the exponentials run under dP, dS is computed under dV and handed over under dK, and dQ is
+         added to global memory under S of the next tile, whose dP is issued before the step ends
+         (after FlashAttention-3, appendix B.1). Where operands die decides the order: dK comes
+         before dQ, so that S of the next tile finds the place of P and dS free, and dP that of dQ.
 Order:   a CTA visits the query heads of its group one after the other, and in each the tiles of Q
          that see its keys, first those that need a mask; the loop over the others has none in it.
 """
