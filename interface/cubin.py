@@ -18,8 +18,9 @@ _REGISTERS, _STACK = 0x2F, 0x11  # attribute numbers in .nv.info
 _SIZED = 4  # attribute format: a payload follows
 _SYMTAB = 2  # section type
 _INSTRUCTION_BYTES = 16
+_OPCODE = 0xFFF
 _LDL, _STL = 0x983, 0x387  # loads and stores of local memory
-_WAIT = 0x9C5  # WARPGROUP.DEPBAR: waits for products of a warpgroup
+_WARPGROUP, _DEPBAR = 0x9C5, 1 << 47  # waits for products of a warpgroup; others only announce them
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,14 @@ def usage(cubin: bytes) -> dict[str, Usage]:
             info = content
         elif section.startswith(".text."):
             kernel = section.removeprefix(".text.")
-            local[kernel] = _count(content, _LDL, _STL)
-            waits[kernel] = _count(content, _WAIT)
+            codes = [
+                struct.unpack_from("<Q", content, at)[0]
+                for at in range(0, len(content), _INSTRUCTION_BYTES)
+            ]
+            local[kernel] = sum(code & _OPCODE in (_LDL, _STL) for code in codes)
+            waits[kernel] = sum(
+                code & _OPCODE == _WARPGROUP and code & _DEPBAR > 0 for code in codes
+            )
 
     found: dict[int, dict[str, int]] = {_REGISTERS: {}, _STACK: {}}
     at = 0
@@ -90,10 +97,3 @@ def usage(cubin: bytes) -> dict[str, Usage]:
         kernel: Usage(registers, found[_STACK].get(kernel, 0), local[kernel], waits[kernel])
         for kernel, registers in found[_REGISTERS].items()
     }
-
-
-def _count(code: bytes, *opcodes: int) -> int:
-    words = (
-        struct.unpack_from("<H", code, at)[0] for at in range(0, len(code), _INSTRUCTION_BYTES)
-    )
-    return sum(word & 0xFFF in opcodes for word in words)

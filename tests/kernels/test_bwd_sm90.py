@@ -101,7 +101,7 @@ def test_a_workspace_may_be_larger_and_any_content() -> None:
 @pytest.mark.parametrize("facts", [D64, D64_FULL], ids=["causal", "full"])
 def test_deterministic_sums_do_not_depend_on_who_is_first(facts: BackwardFacts) -> None:
     """In random order CTAs start in any, so that some wait for others that start later."""
-    c = case(facts, 150, 500, (2, 1))
+    c = case(facts, 300, 700, (2, 1))
     results = {}
     for chosen in (False, True):
         chosen_facts = replace(facts, deterministic=chosen)
