@@ -6,7 +6,6 @@ Data: fragment order in global memory --16 bytes a lane--> the registers of the 
 
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import cpasync
@@ -15,7 +14,7 @@ from cutlass.memory import SmemAllocator
 from ..layouts.fragments import accumulator, write_fragment
 from ..layouts.gmem import sequence_first, tma_tiles
 from ..layouts.hardware import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from ..layouts.smem import allocate, row_major_stages, transposed, view
+from ..layouts.smem import allocate, row_major_stages, view
 from .bwd_sm90 import BwdSm90
 from .bwd_workspace import QUAD
 from .wgmma import narrow
@@ -38,12 +37,10 @@ class BwdDqCast:
         self.main = main
         self.dtype = main.dtype
         self.tiles = main.tiles
-        rows, columns = main.shape_dq  # of the accumulator
-        self.shape = (columns, rows) if main.tiles.dq_transposed else (rows, columns)
 
     def smem_layout(self) -> cute.ComposedLayout:
         """(rows, columns, warpgroup)."""
-        return row_major_stages(self.dtype, self.shape, self.tiles.consumer_warpgroups)
+        return row_major_stages(self.dtype, self.main.shape_dq, self.tiles.consumer_warpgroups)
 
     @cute.jit
     def __call__(self, dq: cute.Tensor, sums: cute.Tensor, scale: Float32, stream):
@@ -52,7 +49,7 @@ class BwdDqCast:
             cpasync.CopyBulkTensorTileS2GOp(),
             sequence_first(dq),
             cute.select(self.smem_layout(), mode=[0, 1]),
-            self.shape,
+            self.main.shape_dq,
         )
         self.kernel(Args(tma_dq, sums, store_dq, scale)).launch(
             grid=[cute.ceil_div(len_q, self.tiles.tile_q) * heads * batch, 1, 1],
@@ -86,20 +83,16 @@ class BwdDqCast:
         acc_dQ.store(acc_dQ.load() * args.scale)
         rdQ = cute.make_rmem_tensor_like(acc_dQ, self.dtype)
         narrow(acc_dQ, rdQ)
-        place = sdQ[None, None, group]
-        if cutlass.const_expr(self.tiles.dq_transposed):
-            place = transposed(sdQ)[None, None, group]
-        write_fragment(mma_dq, rdQ, place, thread, self.tiles.dq_transposed)
+        write_fragment(mma_dq, rdQ, sdQ[None, None, group], thread)
         cute.arch.fence_view_async_shared()  # TMA will read what was written here
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP_THREADS)
-        row, column = q_tile, group
-        if cutlass.const_expr(self.tiles.dq_by_rows):
-            row, column = q_tile * self.tiles.consumer_warpgroups + group, 0
-        there = cute.ceil_div(self.main.facts.head_dim, self.shape[1])
-        if thread < WARP_THREADS and column < there:  # a part may be padding altogether
-            gdQ = cute.local_tile(args.dq[None, None, head, batch], self.shape, (None, None))
-            tile = gdQ[None, None, None, column]
+        there = cute.ceil_div(self.main.facts.head_dim, self.main.shape_dq[1])
+        if thread < WARP_THREADS and group < there:  # a part may be padding altogether
+            gdQ = cute.local_tile(
+                args.dq[None, None, head, batch], self.main.shape_dq, (None, None)
+            )
+            tile = gdQ[None, None, None, group]
             tQsQ, tQgQ = tma_tiles(args.store_dq, sdQ, tile)
-            cute.copy(args.store_dq, tQsQ[None, group], tQgQ[None, row])
+            cute.copy(args.store_dq, tQsQ[None, group], tQgQ[None, q_tile])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -44,7 +44,6 @@ from ..layouts.hardware import (
     WARPGROUP_WARPS,
     WGMMA_ROWS,
 )
-from ..layouts.opaque import settle
 from ..layouts.smem import allocate, row_major_stages, transposed, view
 from ..pipelines.backward_sm90 import backward_graph
 from ..pipelines.tile_order import TileOrder
@@ -53,7 +52,7 @@ from .bwd_workspace import DqTurn, Workspace, add_quads
 from .mask import Mask
 from .online_softmax import LOG2_E
 from .tiles import ELEMENT_BYTES, BackwardTiles
-from .wgmma import InSmem, any_bits, in_registers, issue, narrow, widen
+from .wgmma import InSmem, in_registers, issue, narrow
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,8 @@ class Share:
     tVrdO: InSmem  # (mma, n, k, stage)
     tKrdS: InSmem | None  # (mma, m, k, stage); None: in registers
     tKrQ: InSmem  # (mma, n, k, stage)
-    tQrA: InSmem  # dS (mma, m, k, stage), or where dQ is transposed, K (mma, m, k)
-    tQrB: InSmem  # K (mma, n, k), or where dQ is transposed, dS (mma, n, k, stage)
+    tQrdS: InSmem  # (mma, m, k, stage)
+    tQrK: InSmem  # (mma, n, k)
     sP: cute.Tensor  # (keys, rows, stages), this warpgroup's part
     sdS: cute.Tensor  # (keys, rows, stages), this warpgroup's part
     lse_log2: cute.Tensor  # (2, row octets, stages): of the rows that this thread holds
@@ -154,9 +153,7 @@ class BwdSm90:
         self.shape_s = (WGMMA_ROWS, tiles.tile_q // of_rows)
         self.shape_dk = (WGMMA_ROWS, tiles.q_columns // of_columns)
         self.shape_dv = (WGMMA_ROWS, tiles.v_columns // of_columns)
-        part_dq = tiles.dq_columns // (1 if tiles.dq_by_rows else groups)
-        self.shape_dq = (WGMMA_ROWS, tiles.tile_q if tiles.dq_transposed else part_dq)
-        self.part_dq = part_dq
+        self.shape_dq = (WGMMA_ROWS, tiles.dq_columns // groups)
         self.graph = backward_graph(
             consumer_warpgroups=groups,
             stages=tiles.stages,
@@ -174,7 +171,7 @@ class BwdSm90:
         part_q, part_v = self.shape_dk[1], self.shape_dv[1]
         return SimpleNamespace(
             q=row_major_stages(dtype, self.shape_q, tiles.stages, part=part_q),
-            k=row_major_stages(dtype, self.shape_k, 1, part=self.part_dq),
+            k=row_major_stages(dtype, self.shape_k, 1, part=self.shape_dq[1]),
             v=row_major_stages(dtype, self.shape_v, 1),
             do=row_major_stages(dtype, self.shape_do, tiles.stages, part=part_v),
             ds=row_major_stages(dtype, self.shape_ds, tiles.stages, part=WGMMA_ROWS),
@@ -188,11 +185,10 @@ class BwdSm90:
         return make_trivial_tiled_mma(*dtypes, k, k, Float32, one, self.shape_s)
 
     def output_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
-        """dK += dS Q, dV += P dO, and dQ = dS K or its transpose, of one warpgroup."""
+        """dK += dS Q, dV += P dO, and dQ = dS K, of one warpgroup."""
         dtypes, one, k, mn = (self.dtype,) * 2, (1, 1, 1), OperandMajorMode.K, OperandMajorMode.MN
         source = warpgroup.OperandSource
         place = (k, source.RMEM) if self.by_keys else (mn, source.SMEM)
-        dq_majors = (mn, k) if self.tiles.dq_transposed else (k, mn)
 
         def of_keys(shape: tuple[int, int]) -> cute.TiledMma:
             return make_trivial_tiled_mma(*dtypes, place[0], mn, Float32, one, shape, place[1])
@@ -200,7 +196,7 @@ class BwdSm90:
         return (
             of_keys(self.shape_dk),
             of_keys(self.shape_dv),
-            make_trivial_tiled_mma(*dtypes, *dq_majors, Float32, one, self.shape_dq),
+            make_trivial_tiled_mma(*dtypes, k, mn, Float32, one, self.shape_dq),
         )
 
     @cute.jit
@@ -420,13 +416,7 @@ class BwdSm90:
         sdO = part(smem.do, (rows_s, self.shape_do[1]), own_part, 0)
         sQt = part(transposed(smem.q), (self.shape_dk[1], tile_q), own_part, 0)
         sdOt = part(transposed(smem.do), (self.shape_dv[1], tile_q), own_part, 0)
-        dq_row, dq_column = (group, 0) if self.tiles.dq_by_rows else (0, group)
-        sKt = part(transposed(smem.k), (self.part_dq, self.tiles.tile_kv), dq_column, 0)
-        if const_expr(self.tiles.dq_transposed):
-            dq_a, dq_b = operand_a(any_dq, sKt).stage(0), operand_b(any_dq, smem.ds)
-        else:
-            sdS = part(smem.ds, (WGMMA_ROWS, self.tiles.tile_kv), dq_row, 0)
-            dq_a, dq_b = operand_a(any_dq, sdS), operand_b(any_dq, sKt).stage(0)
+        sKt = part(transposed(smem.k), (self.shape_dq[1], self.tiles.tile_kv), group, 0)
         return Share(
             mma_s=mma_s,
             mma_dk=mma_dk,
@@ -440,8 +430,8 @@ class BwdSm90:
             tVrdO=operand_b(any_dv, sdOt),
             tKrdS=None if self.by_keys else operand_a(any_dk, transposed(smem.ds)),
             tKrQ=operand_b(any_dk, sQt),
-            tQrA=dq_a,
-            tQrB=dq_b,
+            tQrdS=operand_a(any_dq, smem.ds),
+            tQrK=operand_b(any_dq, sKt).stage(0),
             sP=part(transposed(smem.p), self.shape_s, own_keys, own_part),
             sdS=part(transposed(smem.ds), self.shape_s, own_keys, own_part),
             lse_log2=own_rows(smem.lse_log2),
@@ -499,13 +489,10 @@ class BwdSm90:
         if const_expr(not self.by_keys):
             write_fragment(share.mma_s, rP, share.sP[None, None, state.index], share.thread, True)
             self.meet("p_there")
-        any_p = any_bits(rP)
-        settle(any_p)
         P = self.operand(rP, share.tVrP, state.index)
         warpgroup.wait_group(0)  # dP is there
         issue(share.mma_dv, share.acc_dV, P, share.tVrdO.stage(state.index).steps(), True)
-        settle(any_p)
-        self.gradients(share, rP, state.index)
+        self.gradients(share, state.index)
         if const_expr(masked):
             self.apply_mask(share, keys, share.acc_dP, q_tile)
         rdS = cute.make_rmem_tensor_like(share.acc_dP, self.dtype)
@@ -519,11 +506,8 @@ class BwdSm90:
             self.meet("ds_there")
             issue(share.mma_dk, share.acc_dK, dS, Q, True)
         acc_dQ = accumulator(share.mma_dq, self.shape_dq, Float32)
-        if const_expr(self.tiles.dq_transposed):
-            A, B = share.tQrA.steps(), share.tQrB.stage(state.index).steps()
-        else:
-            A, B = share.tQrA.stage(state.index).steps(), share.tQrB.steps()
-        issue(share.mma_dq, acc_dQ, A, B, False)
+        in_smem = share.tQrdS.stage(state.index).steps()
+        issue(share.mma_dq, acc_dQ, in_smem, share.tQrK.steps(), False)
         warpgroup.wait_group(2)  # dV is there
         edges.load_do.consumer_release(state)
         warpgroup.wait_group(1)  # dK is there
@@ -580,18 +564,14 @@ class BwdSm90:
                 scores[r, c] = cute.math.exp2(power, fastmath=True)
 
     @cute.jit
-    def gradients(self, share: Share, rP: cute.Tensor, stage: Int32):
-        """dS = P (dP - D), in the place of dP; where all of P would not fit, of its 16 bits."""
+    def gradients(self, share: Share, stage: Int32):
+        """dS = P (dP - D), in the place of dP."""
         rowsum = cute.make_rmem_tensor_like(share.rowsum[None, None, 0])
         cute.autovec_copy(share.rowsum[None, None, stage], rowsum)
-        for octet in cutlass.range_constexpr(cute.size(rowsum, mode=[1])):
-            for half in cutlass.range_constexpr(2):
-                P = [share.acc_S[(e, half, octet), 0, 0] for e in range(2)]
-                if const_expr(self.by_keys):
-                    P = widen(rP, 2 * octet + half)
-                for e in cutlass.range_constexpr(2):
-                    dP = share.acc_dP[(e, half, octet), 0, 0] - rowsum[e, octet]
-                    share.acc_dP[(e, half, octet), 0, 0] = P[e] * dP
+        P, dP = rows_by_columns(share.acc_S), rows_by_columns(share.acc_dP)
+        for c in cutlass.range_constexpr(cute.size(dP, mode=[1])):
+            for r in cutlass.range_constexpr(cute.size(dP, mode=[0])):
+                dP[r, c] = P[r, c] * (dP[r, c] - rowsum[c])
 
     @cute.jit
     def apply_mask(self, share: Share, keys: Keys, acc: cute.Tensor, q_tile: Int32):

@@ -307,7 +307,6 @@ class BackwardTiles:
     head_dim: int  # of Q and K
     head_dim_v: int  # of V and O
     split: Literal["keys", "columns"]
-    tile_q: int  # query rows of one stage
     registers_load: int  # per thread of the producer warpgroup
     registers_consume: int  # per thread of a consumer warpgroup
     reason: str
@@ -316,15 +315,10 @@ class BackwardTiles:
         _check_row(self)
         if self.split not in ("keys", "columns"):
             raise ValueError(f"split={self.split!r}: needs 'keys' or 'columns'")
-        if self.tile_q % WGMMA_DEPTH or not WGMMA_DEPTH <= self.tile_q <= 2 * WGMMA_ROWS:
-            raise ValueError(f"tile_q={self.tile_q}: needs a multiple of {WGMMA_DEPTH} up to 128")
-        if self.dq_transposed and (self.split == "columns" or self.head_dim > 2 * WGMMA_ROWS):
-            raise ValueError(f"tile_q={self.tile_q}: needs {WGMMA_ROWS} with split='columns'")
-        if self.split == "columns" and self.tile_q != WGMMA_ROWS:
-            raise ValueError(f"tile_q={self.tile_q}: split='columns' needs {WGMMA_ROWS}")
         _check_resources(self)
 
     consumer_warpgroups = 2
+    tile_q = WGMMA_ROWS  # of one stage; P and dP of more rows do not fit beside dK and dV
     stages = 2  # of Q, dO, dS and P: one is read while the other is written
 
     @property
@@ -337,16 +331,6 @@ class BackwardTiles:
         """Keys of a tile, which one CTA computes."""
         return WGMMA_ROWS * (self.consumer_warpgroups if self.split == "keys" else 1)
 
-    @property
-    def dq_by_rows(self) -> bool:
-        """Whether a warpgroup computes half of dQ's rows; else half of its columns."""
-        return self.tile_q == self.consumer_warpgroups * WGMMA_ROWS
-
-    @property
-    def dq_transposed(self) -> bool:
-        """Whether dQ is computed with columns in place of rows, which need not be 64 then."""
-        return self.tile_q % WGMMA_ROWS > 0
-
     def _split_columns(self, head_dim: int) -> int:
         """Columns whose halves are whole swizzle patterns, of 64 bytes at least."""
         return -(-head_dim // SPLIT_COLUMNS) * SPLIT_COLUMNS
@@ -354,10 +338,6 @@ class BackwardTiles:
     @property
     def dq_columns(self) -> int:
         """Columns of K's tile and of the dQ accumulator: the one rule for all three kernels."""
-        if self.dq_by_rows:
-            return padded_head_dim(self.head_dim)
-        if self.dq_transposed:
-            return self.consumer_warpgroups * WGMMA_ROWS
         return self._split_columns(self.head_dim)
 
     @property
@@ -423,58 +403,26 @@ class BackwardTiles:
         return q_tiles * (self.tile_q * (self.dq_columns + 2) + self.consumer_warpgroups)
 
 
-# Head dims of a row are the largest that it serves. S and dP take tile_q registers of a consumer
-# thread, dK and dV (head_dim + head_dim_v) / 2; P and dS in 16 bits take the place of S, dQ that of
-# dP. A step of S, dP or dQ reads 32 (64 + tile_q) bytes of shared memory in tile_q / 2 clocks, and
-# there are 128 a clock: the longer the tile, the better. dK and dV have one operand there alone.
+# Head dims of a row are the largest that it serves. S and dP take 64 registers of a consumer thread
+# where the split is by keys, dK and dV (head_dim + head_dim_v) / 2; P in 16 bits 16, and dQ takes
+# the place of dP.
 BACKWARD: tuple[BackwardTiles, ...] = (
-    BackwardTiles(
-        arch="sm_90a",
-        head_dim=64,
-        head_dim_v=64,
-        split="keys",
-        tile_q=128,
-        registers_load=24,
-        registers_consume=240,
-        reason="S, dP, dK and dV take 192 registers; each warpgroup has 64 rows of dQ",
-    ),
-    BackwardTiles(
-        arch="sm_90a",
-        head_dim=64,
-        head_dim_v=128,
-        split="keys",
-        tile_q=64,
-        registers_load=24,
-        registers_consume=240,
-        reason="dQ transposed, as 128 needs it, would be computed with twice the columns it has",
-    ),
-    BackwardTiles(
-        arch="sm_90a",
-        head_dim=96,
-        head_dim_v=96,
-        split="keys",
-        tile_q=96,
-        registers_load=24,
-        registers_consume=240,
-        reason="S, dP, dK and dV take 192 registers",
-    ),
     BackwardTiles(
         arch="sm_90a",
         head_dim=128,
         head_dim_v=128,
         split="keys",
-        tile_q=80,
         registers_load=24,
         registers_consume=240,
-        reason="S, dP, dK and dV take 208 registers, and the rest has 32; of shared memory a tile "
-        "takes 89 % of the clocks of its products, 64 rows would take 110 %",
+        reason="S, dP, dK and dV take 192 registers, P and dS for the products 16 each. Tiles of "
+        "80 rows, 128 at head_dim 64, fit only with 16 bits of P in dS = P (dP - D): 23 % more "
+        "error in dQ and dK, over the accuracy rule; 80 is no faster, 128 is 5 to 12 % (H200)",
     ),
     BackwardTiles(
         arch="sm_90a",
         head_dim=256,
         head_dim_v=256,
         split="columns",
-        tile_q=64,
         registers_load=24,
         registers_consume=240,
         reason="226 KiB; of 64 keys dK and dV take 256 registers, so that a warpgroup holds half",

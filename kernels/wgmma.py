@@ -1,16 +1,12 @@
 """Warpgroup products: their operands, issuing them, and turning a result into an operand."""
 
-import functools
-import operator
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
-from cutlass._mlir.dialects import llvm
+from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.tcgen05 import int_to_smem_descriptor, smem_descriptor_to_int
-from cutlass.cutlass_dsl import T
 
 from ..layouts.opaque import opaque
 
@@ -90,29 +86,3 @@ def narrow(source: cute.Tensor, target: cute.Tensor) -> None:
     half = cute.logical_divide(cute.make_tensor(target.iterator, flat), pair)
     for i in cutlass.range_constexpr(cute.size(wide, mode=[1])):
         half[None, i].store(wide[None, i].load().to(target.element_type))
-
-
-def words(source: cute.Tensor) -> cute.Tensor:
-    """A 16-bit fragment as its registers, two elements each."""
-    packed = cute.recast_tensor(source, Int32)
-    return cute.make_tensor(packed.iterator, cute.make_layout(cute.size(packed)))
-
-
-def any_bits(source: cute.Tensor) -> Int32:
-    """The bits that any register of a 16-bit fragment has."""
-    packed = words(source)
-    return functools.reduce(operator.or_, [packed[i] for i in range(cute.size(packed))])
-
-
-def widen(source: cute.Tensor, pair: int) -> tuple[Float32, Float32]:
-    """Elements 2 pair and 2 pair + 1 of a 16-bit fragment, each by one instruction.
-
-    In assembly, for the compiler knows what was narrowed: it would keep that, or narrow twice.
-    """
-    word = words(source)[pair]
-    if source.element_type is BFloat16:
-        texts = "shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xFFFF0000;"
-    else:
-        halves = "{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; cvt.f32.f16 $0, {}; }}"
-        texts = halves.format("l"), halves.format("h")
-    return tuple(Float32(llvm.inline_asm(T.f32(), [word.ir_value()], t, "=f,r")) for t in texts)

@@ -27,15 +27,5 @@ def negative(value: Float32) -> Boolean:
     return value < 0.0
 
 
-def settle(word: Int32) -> None:
-    """A line that arithmetic does not cross: `word` is known before it, and what follows, after.
-
-    A fence that the sign of `word` decides about, harmless if it happens. Waits and products stay
-    on their side of it; else arithmetic sinks below waits, and rises up between products.
-    """
-    text = "{ .reg .pred p; setp.lt.s32 p, $0, 0; @p fence.proxy.async.shared::cta; }"
-    llvm.inline_asm(None, [word.ir_value()], text, "r", has_side_effects=True)
-
-
 def _volatile(operands: list, text: str, constraints: str):
     return llvm.inline_asm(T.i32(), operands, text, constraints, has_side_effects=True)
