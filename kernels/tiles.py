@@ -116,16 +116,11 @@ class Tiles:
         return self.stages_q * self.consumer_warpgroups
 
     @property
-    def slab_elements(self) -> int:
-        """Room for one warpgroup's rows of Q, and of O, which borrows their place at the end."""
-        return WGMMA_ROWS * max(padded_head_dim(self.head_dim), padded_head_dim(self.head_dim_v))
-
-    @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA."""
-        slabs = self.q_slabs * self.slab_elements * ELEMENT_BYTES
-        rings = self.stages_k * self.k_bytes + self.stages_v * self.v_bytes
-        return BARRIER_BYTES + slabs + rings
+        stages = {"q": self.stages_q, "k": self.stages_k, "v": self.stages_v}
+        sizes = {"q": self.q_bytes, "k": self.k_bytes, "v": self.v_bytes}
+        return BARRIER_BYTES + sum(stages[ring] * sizes[ring] for ring in stages)
 
     @property
     def registers(self) -> int:
