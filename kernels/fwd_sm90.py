@@ -385,6 +385,9 @@ class FwdSm90:
         if const_expr(masked):
             self.apply_mask(share, rows, acc_S, kv_tile)
         alpha = share.softmax.step(rows_by_columns(acc_S))
+        moved = Boolean(True)
+        if const_expr(self.tiles.skip_unmoved):
+            moved = cute.arch.vote_any_sync((alpha[0] != 1.0) | (alpha[1] != 1.0))
         # Never. But memory operations stay in order, and this one needs alpha: without it ptxas may
         # put the wait for O before all exponentials, 10 % slower at head_dim 128 (H200).
         if negative(alpha[0]):
@@ -395,7 +398,8 @@ class FwdSm90:
         warpgroup.wait_group(0)  # O is there, P is read
         v.release()
         narrow(acc_S, share.tOrP)
-        scale_rows(rows_by_columns(share.acc_O), alpha)
+        if moved:
+            scale_rows(rows_by_columns(share.acc_O), alpha)
         return load_k, load_v, k_there
 
     @cute.jit
