@@ -4,7 +4,7 @@ Data:    Q, K, V --TMA--> swizzled smem --wgmma--> S in registers --softmax--> P
          --wgmma, V from smem--> O in registers --> O.
 Warps:   warpgroup 0 gives its registers away, and one warp of it issues every load; each consumer
          warpgroup owns 64 rows of Q, from the first product to the store.
-Memory:  a ring each for Q, K and V; a stage of Q is a slab for each consumer warpgroup.
+Memory:  a ring each for Q, K and V; a stage of Q is a slab of 64 rows for each consumer warpgroup.
 Overlap: inside a warpgroup, S of the next tile is computed while O takes the last one in, and the
          softmax follows as soon as S is there (FlashAttention-3, section 3.2); between warpgroups,
          they take turns on the tensor cores, so that one's softmax runs under the other's products
@@ -82,7 +82,6 @@ class Share:
     acc_O: cute.Tensor  # float32, not divided by l
     softmax: OnlineSoftmax
     turns: Turns
-    group: Int32  # this warpgroup among the consumers
     thread: Int32  # in the warpgroup
 
 
@@ -343,7 +342,6 @@ class FwdSm90:
             acc_O=accumulator(mma_o, self.shape_o, Float32),
             softmax=OnlineSoftmax.create(2, args.scale, self.facts.negative_scale),
             turns=Turns(Int32(group), Int32(first), Int32(threads), takers),
-            group=Int32(group),
             thread=cute.arch.thread_idx()[0] % WARPGROUP_THREADS,
         )
 

@@ -26,8 +26,8 @@ BARRIER_BYTES = SWIZZLE_BYTES  # mbarriers, and the gap up to the first swizzled
 def padded_head_dim(head_dim: int) -> int:
     """Columns that a head takes in shared memory: the next multiple of the product's depth.
 
-    The one rounding rule for loads, products and stores. Columns past `head_dim` are zero-filled by
-    TMA when loaded and clipped by it when stored.
+    The one rounding rule for loads and products. Columns past `head_dim` are zero-filled by TMA;
+    those of O are not stored.
     """
     return -(-head_dim // WGMMA_DEPTH) * WGMMA_DEPTH
 
@@ -113,15 +113,14 @@ class Tiles:
 
     @property
     def q_slabs(self) -> int:
-        """One for each warpgroup in each stage of Q."""
+        """Blocks of 64 rows of Q: one for each warpgroup in each stage."""
         return self.stages_q * self.consumer_warpgroups
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA."""
-        stages = {"q": self.stages_q, "k": self.stages_k, "v": self.stages_v}
-        sizes = {"q": self.q_bytes, "k": self.k_bytes, "v": self.v_bytes}
-        return BARRIER_BYTES + sum(stages[ring] * sizes[ring] for ring in stages)
+        k_and_v = self.stages_k * self.k_bytes + self.stages_v * self.v_bytes
+        return BARRIER_BYTES + self.stages_q * self.q_bytes + k_and_v
 
     @property
     def registers(self) -> int:

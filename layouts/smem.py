@@ -1,4 +1,4 @@
-"""Swizzled shared-memory stages, as TMA writes them and wgmma and stmatrix address them."""
+"""Swizzled shared-memory stages, as TMA writes them and wgmma reads them."""
 
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
