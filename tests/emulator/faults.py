@@ -291,7 +291,8 @@ FAULTS = [
         {"2 * WARPGROUP_THREADS": "3 * WARPGROUP_THREADS"},
         kind="deadlock",
         message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 0 at .*\n"
-        rf"  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: bar\.sync .*: barrier 1 has 256 of 384 threads",
+        rf"  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: bar\.sync .*: "
+        r"barrier 1 has 256 of 384 threads",
         line="",
         other="cute.arch.barrier(barrier_id=self.first + self.own",
         file="pipelines/forward_sm90.py",
@@ -416,7 +417,7 @@ FAULTS = [
         "Q is released after the first scores",
         {
             "            q.release()  # every score is there\n": "",
-            "            masked = cutlass.max": "            q.release()\n            masked = cutlass.max",
+            "masked = cutlass.max(": "q.release()\n            masked = cutlass.max(",
         },
         kind="race",
         message=rf"read {AT_BYTE} write of the copies on mbarrier at byte 16 at {OTHER}: "

@@ -218,16 +218,16 @@ def test_o_is_scaled_wherever_one_row_of_a_warp_has_a_new_maximum(
     # What a row's scores gain at each visit: most have their maximum in the first tile for good.
     gain = torch.zeros(16, 16, visits)  # warp, row, visit
     gain[..., 0] = 40.0
-    gain[0] = 8.0 * torch.arange(visits)  # all rows rise at each visit
-    gain[1] = gain[1]  # none ever
+    gain[0] = 8.0 * torch.arange(visits)  # all rows rise at each visit, in warp 1 none ever does
     gain[2, 3, 2] = 80.0  # one row in the upper half of a warp,
     gain[3, 13, 3] = 80.0  # one in the lower half,
     gain[4, [7, 8], [1, 4]] = 80.0  # one in each
-    gain[5, :, 1:] = 40.25  # by less than the scores differ: some rows
+    little = 5 * 16 + 6
+    gain[5, 6] = 40.0 + 0.4 * torch.arange(visits)  # one row a little, its scores all alike
     gain[8:13] = 40.0 * torch.rand(5, 16, visits)
     gain[14, 0, 4] = gain[15, 9, 4] = 80.0
     tile = torch.arange(visits * tiles.tile_kv) // tiles.tile_kv
-    c.q[..., :8], c.k[..., :8] = 0.0, 0.0
+    c.q[..., :8], c.k[..., :8], c.q[0, little] = 0.0, 0.0, 0.0
     c.k[0, torch.arange(len(tile)), 0, visits - 1 - tile] = 8.0
     c.q[0, :, 0, :visits] = (gain.reshape(-1, visits)[:len_q] / (8.0 * scale)).to(c.q.dtype)
 
