@@ -18,7 +18,9 @@ _REGISTERS, _STACK = 0x2F, 0x11  # attribute numbers in .nv.info
 _SIZED = 4  # attribute format: a payload follows
 _SYMTAB = 2  # section type
 _INSTRUCTION_BYTES = 16
+_OPCODE = 0xFFF
 _LDL, _STL = 0x983, 0x387  # loads and stores of local memory
+_WARPGROUP, _DEPBAR = 0x9C5, 1 << 47  # waits for products of a warpgroup; others only announce them
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Usage:
     registers: int
     local_bytes: int  # stack frame: register spills live there, so 0 means no spill
     local_instructions: int  # that load or store local memory
+    product_waits: int  # more than were asked for: ptxas has serialised the products
 
 
 def usage(cubin: bytes) -> dict[str, Usage]:
@@ -59,6 +62,7 @@ def usage(cubin: bytes) -> dict[str, Usage]:
     symbols: list[str] = []
     info = b""
     local: dict[str, int] = {}
+    waits: dict[str, int] = {}
     for name, kind, _, _, offset, size, link, _, _, stride in headers:
         if kind == _SYMTAB:
             starts = range(offset, offset + size, stride)
@@ -68,7 +72,15 @@ def usage(cubin: bytes) -> dict[str, Usage]:
         if section == ".nv.info":
             info = content
         elif section.startswith(".text."):
-            local[section.removeprefix(".text.")] = _local_instructions(content)
+            kernel = section.removeprefix(".text.")
+            codes = [
+                struct.unpack_from("<Q", content, at)[0]
+                for at in range(0, len(content), _INSTRUCTION_BYTES)
+            ]
+            local[kernel] = sum(code & _OPCODE in (_LDL, _STL) for code in codes)
+            waits[kernel] = sum(
+                code & _OPCODE == _WARPGROUP and code & _DEPBAR > 0 for code in codes
+            )
 
     found: dict[int, dict[str, int]] = {_REGISTERS: {}, _STACK: {}}
     at = 0
@@ -82,13 +94,6 @@ def usage(cubin: bytes) -> dict[str, Usage]:
             found[attribute][symbols[symbol]] = value
         at += size
     return {
-        kernel: Usage(registers, found[_STACK].get(kernel, 0), local[kernel])
+        kernel: Usage(registers, found[_STACK].get(kernel, 0), local[kernel], waits[kernel])
         for kernel, registers in found[_REGISTERS].items()
     }
-
-
-def _local_instructions(code: bytes) -> int:
-    words = (
-        struct.unpack_from("<H", code, at)[0] for at in range(0, len(code), _INSTRUCTION_BYTES)
-    )
-    return sum(word & 0xFFF in (_LDL, _STL) for word in words)

@@ -132,11 +132,11 @@ def backward_function(
 
 
 def backward_workspace(
-    arch: str,
     facts: BackwardFacts,
     batch: int,
     heads_q: int,
     len_q: int,
+    arch: str = "sm_90a",
     tiles: BackwardTiles | None = None,
 ) -> int:
     """Elements of float32 that the function of these facts needs as its workspace."""

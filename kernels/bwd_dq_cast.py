@@ -6,7 +6,6 @@ Data: fragment order in global memory --16 bytes a lane--> the registers of the 
 
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import cpasync
@@ -87,16 +86,13 @@ class BwdDqCast:
         write_fragment(mma_dq, rdQ, sdQ[None, None, group], thread)
         cute.arch.fence_view_async_shared()  # TMA will read what was written here
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP_THREADS)
-        row, column = q_tile, group
-        if cutlass.const_expr(self.tiles.dq_by_rows):
-            row, column = q_tile * self.tiles.consumer_warpgroups + group, 0
         there = cute.ceil_div(self.main.facts.head_dim, self.main.shape_dq[1])
-        if thread < WARP_THREADS and column < there:  # a part may be padding altogether
+        if thread < WARP_THREADS and group < there:  # a part may be padding altogether
             gdQ = cute.local_tile(
                 args.dq[None, None, head, batch], self.main.shape_dq, (None, None)
             )
-            tile = gdQ[None, None, None, column]
+            tile = gdQ[None, None, None, group]
             tQsQ, tQgQ = tma_tiles(args.store_dq, sdQ, tile)
-            cute.copy(args.store_dq, tQsQ[None, group], tQgQ[None, row])
+            cute.copy(args.store_dq, tQsQ[None, group], tQgQ[None, q_tile])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)

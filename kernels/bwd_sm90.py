@@ -8,10 +8,12 @@ Warps:   warpgroup 0 gives its registers away, and one warp of it issues every l
          consumer warpgroups split the K/V tile by keys, and P never leaves registers; or, for head
          dims of which registers do not hold 64 keys, by columns: then each computes the scores of
          half of the queries, P and dS go through smem, and each has half of the columns of dK, dV.
-Memory:  K and V stay; a ring each for Q with its LSE, and dO with its D; two tiles of dS, one read
-         while the next is written. At the end dK and dV take the place of K and V.
-Overlap: the exponentials run under dP, dS is computed under dV, and dQ is added to global memory
-         under dK and S of the next tile (FlashAttention-3, appendix B.1).
+Memory:  K and V stay; a ring each for Q with its LSE, and dO with its D; two tiles of dS (and P),
+         one read while the next is written. At the end dK and dV take the place of K and V.
+Overlap: the exponentials run under dP, dS is computed under dV and handed over under dK, and dQ is
+         added to global memory under S of the next tile, whose dP is issued before the step ends
+         (after FlashAttention-3, appendix B.1). Where operands die decides the order: dK comes
+         before dQ, so that S of the next tile finds the place of P and dS free, and dP that of dQ.
 Order:   a CTA visits the query heads of its group one after the other, and in each the tiles of Q
          that see its keys, first those that need a mask; the loop over the others has none in it.
 """
@@ -46,11 +48,11 @@ from ..layouts.smem import allocate, row_major_stages, transposed, view
 from ..pipelines.backward_sm90 import backward_graph
 from ..pipelines.tile_order import TileOrder
 from . import BackwardFacts
-from .bwd_workspace import Workspace, add_quads
+from .bwd_workspace import DqTurn, Workspace, add_quads
 from .mask import Mask
 from .online_softmax import LOG2_E
 from .tiles import ELEMENT_BYTES, BackwardTiles
-from .wgmma import InSmem, in_registers, issue, narrow, widen
+from .wgmma import InSmem, in_registers, issue, narrow
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ class Smem:
     k: cute.Tensor  # (keys, columns, 1)
     v: cute.Tensor  # (keys, columns, 1)
     do: cute.Tensor  # (rows, columns, stages)
-    p: cute.Tensor  # (keys, rows, stages); where P stays in registers, the same as ds
-    ds: cute.Tensor  # (keys, rows, stages)
+    p: cute.Tensor  # (rows, keys, stages); where P stays in registers, the same as ds
+    ds: cute.Tensor  # (rows, keys, stages)
     dk: cute.Tensor  # (keys, columns, 1), the place of k
     dv: cute.Tensor  # (keys, columns, 1), the place of v
     lse_log2: cute.Tensor  # (rows, stages), float32
@@ -146,12 +148,12 @@ class BwdSm90:
         self.shape_k = (tiles.tile_kv, tiles.dq_columns)
         self.shape_v = (tiles.tile_kv, tiles.v_columns)
         self.shape_do = (tiles.tile_q, tiles.v_columns)
-        self.shape_ds = (tiles.tile_kv, tiles.tile_q)
+        self.shape_ds = (tiles.tile_q, tiles.tile_kv)
         # Of one warpgroup:
         self.shape_s = (WGMMA_ROWS, tiles.tile_q // of_rows)
         self.shape_dk = (WGMMA_ROWS, tiles.q_columns // of_columns)
         self.shape_dv = (WGMMA_ROWS, tiles.v_columns // of_columns)
-        self.shape_dq = (WGMMA_ROWS, tiles.dq_columns // (1 if tiles.dq_by_rows else groups))
+        self.shape_dq = (WGMMA_ROWS, tiles.dq_columns // groups)
         self.graph = backward_graph(
             consumer_warpgroups=groups,
             stages=tiles.stages,
@@ -166,10 +168,10 @@ class BwdSm90:
     def smem_layouts(self) -> SimpleNamespace:
         """(rows, columns, stages) of each buffer."""
         tiles, dtype = self.tiles, self.dtype
-        part_q, part_v, part_dq = self.shape_dk[1], self.shape_dv[1], self.shape_dq[1]
+        part_q, part_v = self.shape_dk[1], self.shape_dv[1]
         return SimpleNamespace(
             q=row_major_stages(dtype, self.shape_q, tiles.stages, part=part_q),
-            k=row_major_stages(dtype, self.shape_k, 1, part=part_dq),
+            k=row_major_stages(dtype, self.shape_k, 1, part=self.shape_dq[1]),
             v=row_major_stages(dtype, self.shape_v, 1),
             do=row_major_stages(dtype, self.shape_do, tiles.stages, part=part_v),
             ds=row_major_stages(dtype, self.shape_ds, tiles.stages, part=WGMMA_ROWS),
@@ -183,14 +185,18 @@ class BwdSm90:
         return make_trivial_tiled_mma(*dtypes, k, k, Float32, one, self.shape_s)
 
     def output_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
-        """dK += dS Q, dV += P dO and dQ = dS K of one warpgroup."""
+        """dK += dS Q, dV += P dO, and dQ = dS K, of one warpgroup."""
         dtypes, one, k, mn = (self.dtype,) * 2, (1, 1, 1), OperandMajorMode.K, OperandMajorMode.MN
         source = warpgroup.OperandSource
-        place = source.RMEM if self.by_keys else source.SMEM
+        place = (k, source.RMEM) if self.by_keys else (mn, source.SMEM)
+
+        def of_keys(shape: tuple[int, int]) -> cute.TiledMma:
+            return make_trivial_tiled_mma(*dtypes, place[0], mn, Float32, one, shape, place[1])
+
         return (
-            make_trivial_tiled_mma(*dtypes, k, mn, Float32, one, self.shape_dk, place),
-            make_trivial_tiled_mma(*dtypes, k, mn, Float32, one, self.shape_dv, place),
-            make_trivial_tiled_mma(*dtypes, mn, mn, Float32, one, self.shape_dq),
+            of_keys(self.shape_dk),
+            of_keys(self.shape_dv),
+            make_trivial_tiled_mma(*dtypes, k, mn, Float32, one, self.shape_dq),
         )
 
     @cute.jit
@@ -388,10 +394,10 @@ class BwdSm90:
             return cute.local_tile(tensor, shape, (row, column, None))
 
         def operand_a(mma, tensor: cute.Tensor) -> InSmem:
-            return InSmem.of(mma.make_fragment_A(mma.partition_A(tensor)))
+            return InSmem.of(mma.make_fragment_A(mma.partition_A(tensor)), self.by_keys)
 
         def operand_b(mma, tensor: cute.Tensor) -> InSmem:
-            return InSmem.of(mma.make_fragment_B(mma.partition_B(tensor)))
+            return InSmem.of(mma.make_fragment_B(mma.partition_B(tensor)), self.by_keys)
 
         def own_rows(rows: cute.Tensor) -> cute.Tensor:
             """(2, octets, stages): of every eight rows, the two that this thread has scores of."""
@@ -410,9 +416,7 @@ class BwdSm90:
         sdO = part(smem.do, (rows_s, self.shape_do[1]), own_part, 0)
         sQt = part(transposed(smem.q), (self.shape_dk[1], tile_q), own_part, 0)
         sdOt = part(transposed(smem.do), (self.shape_dv[1], tile_q), own_part, 0)
-        dq_row, dq_column = (group, 0) if self.tiles.dq_by_rows else (0, group)
-        sdSt = part(transposed(smem.ds), (WGMMA_ROWS, self.tiles.tile_kv), dq_row, 0)
-        sKt = part(transposed(smem.k), (self.shape_dq[1], self.tiles.tile_kv), dq_column, 0)
+        sKt = part(transposed(smem.k), (self.shape_dq[1], self.tiles.tile_kv), group, 0)
         return Share(
             mma_s=mma_s,
             mma_dk=mma_dk,
@@ -422,14 +426,14 @@ class BwdSm90:
             tSrQ=operand_b(any_s, sQ),
             tPrV=operand_a(any_s, sV).stage(0),
             tPrdO=operand_b(any_s, sdO),
-            tVrP=None if self.by_keys else operand_a(any_dv, smem.p),
+            tVrP=None if self.by_keys else operand_a(any_dv, transposed(smem.p)),
             tVrdO=operand_b(any_dv, sdOt),
-            tKrdS=None if self.by_keys else operand_a(any_dk, smem.ds),
+            tKrdS=None if self.by_keys else operand_a(any_dk, transposed(smem.ds)),
             tKrQ=operand_b(any_dk, sQt),
-            tQrdS=operand_a(any_dq, sdSt),
+            tQrdS=operand_a(any_dq, smem.ds),
             tQrK=operand_b(any_dq, sKt).stage(0),
-            sP=part(smem.p, self.shape_s, own_keys, own_part),
-            sdS=part(smem.ds, self.shape_s, own_keys, own_part),
+            sP=part(transposed(smem.p), self.shape_s, own_keys, own_part),
+            sdS=part(transposed(smem.ds), self.shape_s, own_keys, own_part),
             lse_log2=own_rows(smem.lse_log2),
             rowsum=own_rows(smem.rowsum),
             acc_S=accumulator(mma_s, self.shape_s, Float32),
@@ -458,8 +462,9 @@ class BwdSm90:
 
     def state(self, number: Int32) -> pipeline.PipelineState:
         """Stage and phase of a tile, in the rings of Q and dO alike: one register for all."""
-        stages = self.tiles.stages
-        return pipeline.PipelineState(stages, number, number % stages, number // stages % 2)
+        stages = self.tiles.stages  # two: a power of two, at least
+        index, phase = number & (stages - 1), (number // stages) & 1
+        return pipeline.PipelineState(stages, number, index, phase)
 
     @cute.jit
     def step(
@@ -482,36 +487,58 @@ class BwdSm90:
         rP = cute.make_rmem_tensor_like(share.acc_S, self.dtype)
         narrow(share.acc_S, rP)
         if const_expr(not self.by_keys):
-            write_fragment(share.mma_s, rP, share.sP[None, None, state.index], share.thread)
+            write_fragment(share.mma_s, rP, share.sP[None, None, state.index], share.thread, True)
             self.meet("p_there")
         P = self.operand(rP, share.tVrP, state.index)
         warpgroup.wait_group(0)  # dP is there
         issue(share.mma_dv, share.acc_dV, P, share.tVrdO.stage(state.index).steps(), True)
-        self.gradients(share, rP, state.index)
+        self.gradients(share, state.index)
         if const_expr(masked):
             self.apply_mask(share, keys, share.acc_dP, q_tile)
         rdS = cute.make_rmem_tensor_like(share.acc_dP, self.dtype)
         narrow(share.acc_dP, rdS)
-        write_fragment(share.mma_s, rdS, share.sdS[None, None, state.index], share.thread)
-        self.meet("ds_there")
-        dS = self.operand(rdS, share.tKrdS, state.index)
+        write_fragment(share.mma_s, rdS, share.sdS[None, None, state.index], share.thread, True)
+        dS, Q = self.operand(rdS, share.tKrdS, state.index), share.tKrQ.stage(state.index).steps()
+        if const_expr(self.by_keys):
+            issue(share.mma_dk, share.acc_dK, dS, Q, True)
+            self.meet("ds_there")
+        else:
+            self.meet("ds_there")
+            issue(share.mma_dk, share.acc_dK, dS, Q, True)
         acc_dQ = accumulator(share.mma_dq, self.shape_dq, Float32)
         in_smem = share.tQrdS.stage(state.index).steps()
         issue(share.mma_dq, acc_dQ, in_smem, share.tQrK.steps(), False)
-        issue(share.mma_dk, share.acc_dK, dS, share.tKrQ.stage(state.index).steps(), True)
         warpgroup.wait_group(2)  # dV is there
         edges.load_do.consumer_release(state)
-        warpgroup.wait_group(1)  # dQ is there
-        place = args.workspace.dq[(None, share.thread, None), share.group, q_tile, head, keys.batch]
-        add_quads(acc_dQ, place)
+        warpgroup.wait_group(1)  # dK is there
+        edges.load_q.consumer_release(state)
         # After the last tile the same again, for nobody: products in flight and a branch that only
         # some tiles take do not go together.
         following = cutlass.min(number + 1, total - 1)
         self.issue_s(share, edges, following, following == number)
-        warpgroup.wait_group(1)  # dK is there
-        edges.load_q.consumer_release(state)
+        warpgroup.wait_group(1)  # dQ is there
+        self.add_dq(args, share, keys, acc_dQ, q_tile, head)
         self.issue_dp(share, edges, following, following == number)
         warpgroup.wait_group(1)  # S of the next tile is there
+
+    @cute.jit
+    def add_dq(
+        self, args: Args, share: Share, keys: Keys, acc_dQ: cute.Tensor, q_tile: Int32, head: Int32
+    ):
+        """Add this warpgroup's part of a dQ to what other K/V tiles gave."""
+        place = args.workspace.dq[(None, share.thread, None), share.group, q_tile, head, keys.batch]
+        if const_expr(self.facts.deterministic):
+            counter = cute.domain_offset(
+                (share.group, q_tile, head, keys.batch), args.workspace.turns
+            ).iterator
+            first, _ = self.graph.barrier("dq_turn")
+            rank = keys.first // self.tiles.tile_kv
+            turn = DqTurn(counter, rank, first + share.group, share.thread)
+            turn.wait()
+            add_quads(acc_dQ, place)
+            turn.release()
+        else:
+            add_quads(acc_dQ, place)
 
     def operand(self, fragment: cute.Tensor, in_smem: InSmem | None, turn: Int32) -> list:
         """The steps of P or dS as an operand A: where this warpgroup has it all, its registers."""
@@ -537,16 +564,14 @@ class BwdSm90:
                 scores[r, c] = cute.math.exp2(power, fastmath=True)
 
     @cute.jit
-    def gradients(self, share: Share, rP: cute.Tensor, stage: Int32):
-        """dS = P (dP - D), in the place of dP. Of P, 16 bits: all its bits would not fit."""
+    def gradients(self, share: Share, stage: Int32):
+        """dS = P (dP - D), in the place of dP."""
         rowsum = cute.make_rmem_tensor_like(share.rowsum[None, None, 0])
         cute.autovec_copy(share.rowsum[None, None, stage], rowsum)
-        for octet in cutlass.range_constexpr(cute.size(rowsum, mode=[1])):
-            for half in cutlass.range_constexpr(2):
-                P = widen(rP, 2 * octet + half)
-                for e in cutlass.range_constexpr(2):
-                    dP = share.acc_dP[(e, half, octet), 0, 0] - rowsum[e, octet]
-                    share.acc_dP[(e, half, octet), 0, 0] = P[e] * dP
+        P, dP = rows_by_columns(share.acc_S), rows_by_columns(share.acc_dP)
+        for c in cutlass.range_constexpr(cute.size(dP, mode=[1])):
+            for r in cutlass.range_constexpr(cute.size(dP, mode=[0])):
+                dP[r, c] = P[r, c] * (dP[r, c] - rowsum[c])
 
     @cute.jit
     def apply_mask(self, share: Share, keys: Keys, acc: cute.Tensor, q_tile: Int32):

@@ -2,7 +2,7 @@
 
 dQ is kept in *fragment order*: for each tile of Q and each consumer warpgroup, the registers of its
 accumulator four by four, thread after thread, so that what a warp adds at once is 512 bytes in one
-piece. Rows of a sequence are padded to whole tiles of every kernel.
+piece. The rows of a sequence are padded to whole tiles.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from cutlass import Int32, Int64
 from cutlass._mlir.dialects import llvm
 
 from ..layouts.hardware import WARPGROUP_THREADS
-from .tiles import BACKWARD_ROWS, BackwardTiles
+from .tiles import BackwardTiles
 
 QUAD = 4  # accumulator registers that are added at once
 
@@ -25,14 +25,15 @@ class Workspace:
     dq: cute.Tensor  # ((QUAD, thread, quads), warpgroup, q_tile, head, batch)
     lse_log2: cute.Tensor  # (row, head, batch)
     rowsum: cute.Tensor  # (row, head, batch): D, less the gradient of LSE
+    turns: cute.Tensor  # (warpgroup, q_tile, head, batch), int32: K/V tiles that are in this dq
 
     @staticmethod
     def of(
         tiles: BackwardTiles, memory: cute.Tensor, batch: Int32, heads: Int32, len_q: Int32
     ) -> "Workspace":
         """Host code: `memory` has at least `tiles.workspace_floats`."""
-        blocks = cute.ceil_div(len_q, BACKWARD_ROWS)
-        rows = blocks * BACKWARD_ROWS
+        q_tiles = cute.ceil_div(len_q, tiles.tile_q)
+        rows = q_tiles * tiles.tile_q
         columns, groups = tiles.dq_columns, tiles.consumer_warpgroups
         part = tiles.tile_q * columns // groups
         quads = part // (QUAD * WARPGROUP_THREADS)
@@ -42,7 +43,7 @@ class Workspace:
             (
                 (QUAD, WARPGROUP_THREADS, quads),
                 groups,
-                blocks * (BACKWARD_ROWS // tiles.tile_q),
+                q_tiles,
                 heads,
                 batch,
             ),
@@ -50,17 +51,59 @@ class Workspace:
                 (1, QUAD, QUAD * WARPGROUP_THREADS),
                 part,
                 groups * part,
-                head_rows * columns,
-                batch_rows * columns,
+                cute.assume(head_rows * columns, divby=QUAD),
+                cute.assume(batch_rows * columns, divby=QUAD),
             ),
+        )
+        turns = cute.make_layout(
+            (groups, q_tiles, heads, batch),
+            stride=(1, groups, groups * q_tiles, groups * q_tiles * heads),
         )
         row = cute.make_layout((rows, heads, batch), stride=(1, head_rows, batch_rows))
         lse_log2 = memory.iterator + batch_rows * batch * columns
+        rowsum = lse_log2 + batch_rows * batch
+        counters = cute.recast_ptr(rowsum + batch_rows * batch, dtype=Int32)
         return Workspace(
             cute.make_tensor(memory.iterator, dq),
             cute.make_tensor(lse_log2, row),
-            cute.make_tensor(lse_log2 + batch_rows * batch, row),
+            cute.make_tensor(rowsum, row),
+            cute.make_tensor(counters, turns),
         )
+
+
+@dataclass(frozen=True)
+class DqTurn:
+    """The turn of one K/V tile to add to a part of dQ: the tiles come in the order of their keys.
+
+    CTAs start in that order too, so that nobody waits for one that has not begun.
+    """
+
+    counter: cute.Pointer  # int32, global: tiles that have had their turn
+    rank: Int32  # of this one
+    barrier: Int32  # of the warpgroup
+    thread: Int32  # in the warpgroup
+
+    @cute.jit
+    def wait(self) -> None:
+        """Until all tiles before are in."""
+        if self.thread == 0:
+            done = self.load()
+            while done != self.rank:
+                done = self.load()
+        self.meet()
+
+    @cute.jit
+    def release(self) -> None:
+        """To the next tile, once the whole warpgroup has added its part."""
+        self.meet()
+        if self.thread == 0:
+            cute.arch.red(self.counter, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+
+    def load(self) -> Int32:
+        return cute.arch.load(self.counter, Int32, sem="acquire", scope="gpu")
+
+    def meet(self) -> None:
+        cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP_THREADS)
 
 
 @cute.jit

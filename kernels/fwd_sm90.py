@@ -1,11 +1,10 @@
 """Forward on Hopper: O = softmax(scale Q K^T) V and its LSE, a tile of Q rows at a time.
 
 Data:    Q, K, V --TMA--> swizzled smem --wgmma--> S in registers --softmax--> P in registers
-         --wgmma, V from smem--> O in registers --stmatrix--> the place of Q --TMA--> O.
+         --wgmma, V from smem--> O in registers --> O.
 Warps:   warpgroup 0 gives its registers away, and one warp of it issues every load; each consumer
          warpgroup owns 64 rows of Q, from the first product to the store.
-Memory:  a ring each for Q, K and V. A stage of Q is a slab for each consumer warpgroup, lent to
-         its O at the end, while the other stage has the next Q.
+Memory:  a ring each for Q, K and V; a stage of Q is a slab of 64 rows for each consumer warpgroup.
 Overlap: inside a warpgroup, S of the next tile is computed while O takes the last one in, and the
          softmax follows as soon as S is there (FlashAttention-3, section 3.2); between warpgroups,
          they take turns on the tensor cores, so that one's softmax runs under the other's products
@@ -22,7 +21,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -31,9 +30,10 @@ from ..layouts.fragments import accumulator, as_operand_a, offsets, origin, rows
 from ..layouts.gmem import sequence_first, tma_tiles
 from ..layouts.hardware import (
     L2_BYTES,
+    OCTET,
+    QUAD_THREADS,
     SMS,
     TMA_ALIGNMENT_BYTES,
-    WARP_THREADS,
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
     WGMMA_ROWS,
@@ -47,23 +47,23 @@ from ..pipelines.turns import Turns
 from . import ForwardFacts
 from .mask import Mask
 from .online_softmax import OnlineSoftmax, divide_rows, scale_rows
+from .quad import quad_transposed
 from .tiles import ELEMENT_BYTES, Tiles, padded_head_dim
 from .wgmma import InSmem, in_registers, issue, narrow
 
 
 @dataclass(frozen=True)
 class Args:
-    """What crosses from host to device. q, k, v and o are coordinates for their TMA atoms."""
+    """What crosses from host to device. q, k and v are coordinates for their TMA atoms."""
 
     q: cute.Tensor  # (len_q, head_dim, heads_q, batch)
     k: cute.Tensor  # (len_kv, head_dim, heads_kv, batch)
     v: cute.Tensor  # (len_kv, head_dim_v, heads_kv, batch)
-    o: cute.Tensor  # (len_q, head_dim_v, heads_q, batch)
+    o: cute.Tensor  # (len_q, head_dim_v, heads_q, batch), global
     lse: cute.Tensor  # (batch, heads_q, len_q), float32
     load_q: cute.CopyAtom
     load_k: cute.CopyAtom
     load_v: cute.CopyAtom
-    store_o: cute.CopyAtom
     scale: Float32
     order: TileOrder
     counter: cute.Tensor  # (1), int32: see TileQueue
@@ -82,7 +82,6 @@ class Share:
     acc_O: cute.Tensor  # float32, not divided by l
     softmax: OnlineSoftmax
     turns: Turns
-    group: Int32  # this warpgroup among the consumers
     thread: Int32  # in the warpgroup
 
 
@@ -146,14 +145,12 @@ class FwdSm90:
         )
 
     def smem_layouts(self) -> SimpleNamespace:
-        """(rows, columns, stages) of each ring; of q and o (rows, columns, slabs)."""
+        """(rows, columns, stages) of each ring; of q (rows, columns, slabs)."""
         slabs = self.tiles.q_slabs
-        elements = self.tiles.slab_elements
         return SimpleNamespace(
-            q=row_major_stages(self.dtype, self.shape_q, slabs, elements),
+            q=row_major_stages(self.dtype, self.shape_q, slabs),
             k=row_major_stages(self.dtype, self.shape_k, self.tiles.stages_k),
             v=row_major_stages(self.dtype, self.shape_v, self.tiles.stages_v),
-            o=row_major_stages(self.dtype, self.shape_o, slabs, elements),
         )
 
     def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
@@ -178,11 +175,9 @@ class FwdSm90:
         stream,
     ):
         layouts = self.smem_layouts()
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        load_q, tma_q = self.tma(load, q, layouts.q, self.shape_q)
-        load_k, tma_k = self.tma(load, k, layouts.k, self.shape_k)
-        load_v, tma_v = self.tma(load, v, layouts.v, self.shape_v)
-        store_o, tma_o = self.tma(store, o, layouts.o, self.shape_o)
+        load_q, tma_q = self.tma(q, layouts.q, self.shape_q)
+        load_k, tma_k = self.tma(k, layouts.k, self.shape_k)
+        load_v, tma_v = self.tma(v, layouts.v, self.shape_v)
         batch, len_q, heads_q, _ = q.shape
         order = TileOrder(
             q_tiles=cute.ceil_div(len_q, self.tiles.tile_q),
@@ -191,7 +186,7 @@ class FwdSm90:
             section=self.sequences_in_l2(q, k),
             longest_first=self.facts.causal,
         )
-        tensors, atoms = (tma_q, tma_k, tma_v, tma_o, lse), (load_q, load_k, load_v, store_o)
+        tensors, atoms = (tma_q, tma_k, tma_v, sequence_first(o), lse), (load_q, load_k, load_v)
         args = Args(*tensors, *atoms, scale, order, counter)
         self.kernel(args).launch(
             grid=[cutlass.min(order.count, SMS), 1, 1],
@@ -208,23 +203,23 @@ class FwdSm90:
         # No more than there are: times the group, it would not fit an Int32 for very short keys.
         return cutlass.min(fit, batch * heads_kv) * (q.shape[2] // heads_kv)
 
-    def tma(self, op, tensor: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]):
+    def tma(self, tensor: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]):
         """(atom, coordinates) for one stage of `layout`; boxes are clipped at sequence and head."""
         stage = cute.select(layout, mode=[0, 1])
-        return cpasync.make_tiled_tma_atom(op, sequence_first(tensor), stage, shape)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        return cpasync.make_tiled_tma_atom(load, sequence_first(tensor), stage, shape)
 
     @cute.kernel
     def kernel(self, args: Args):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_index == 0:
-            for atom in (args.load_q, args.load_k, args.load_v, args.store_o):
+            for atom in (args.load_q, args.load_k, args.load_v):
                 cpasync.prefetch_descriptor(atom)
 
         smem, layouts, tiles = SmemAllocator(), self.smem_layouts(), self.tiles
         barriers = smem.allocate_array(cutlass.Int64, self.graph.mbarriers)
         queue = TileQueue.create(args.order, args.counter, smem)
-        slabs = allocate(smem, self.dtype, tiles.q_slabs * tiles.slab_elements)
-        sQ, sO = view(slabs, layouts.q), view(slabs, layouts.o)
+        sQ = view(allocate(smem, self.dtype, cute.cosize(layouts.q)), layouts.q)
         sK = view(allocate(smem, self.dtype, cute.cosize(layouts.k)), layouts.k)
         sV = view(allocate(smem, self.dtype, cute.cosize(layouts.v)), layouts.v)
         edges = self.graph.build(barriers)
@@ -237,7 +232,7 @@ class FwdSm90:
                 self.load(args, edges, queue, sQ, sK, sV)
         else:
             cute.arch.setmaxregister_increase(tiles.registers_consume)
-            self.consume(args, edges, queue, sQ, sK, sV, sO)
+            self.consume(args, edges, queue, sQ, sK, sV)
 
     def mask(self, args: Args) -> Mask:
         """Causal is a right bound of 0."""
@@ -287,14 +282,7 @@ class FwdSm90:
 
     @cute.jit
     def consume(
-        self,
-        args: Args,
-        edges,
-        queue: TileQueue,
-        sQ: cute.Tensor,
-        sK: cute.Tensor,
-        sV: cute.Tensor,
-        sO: cute.Tensor,
+        self, args: Args, edges, queue: TileQueue, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor
     ):
         """A consumer warpgroup: products, softmax and store of its 64 rows of each Q tile."""
         tile_q = self.tiles.tile_q
@@ -305,13 +293,11 @@ class FwdSm90:
         )
         share = self.share(args, group, sQ, sK, sV)
         share.turns.open()
-        lent_q, lent = edges.load_q.make_consumer(), Boolean(False)  # the oldest stage not released
         q_tile, head, batch, load_tile = queue.read(load_tile)
         while q_tile != NONE:
             mask = self.mask(args)
             q = load_q.wait_and_advance()
-            slab = q.index * self.tiles.consumer_warpgroups + group
-            tSrQ = share.tSrQ.stage(slab)
+            tSrQ = share.tSrQ.stage(q.index * self.tiles.consumer_warpgroups + group)
             rows = Rows(q_tile * tile_q + group * WGMMA_ROWS, head, batch, mask, tSrQ)
             share.softmax.reset()
             share.acc_O.fill(0.0)
@@ -319,7 +305,6 @@ class FwdSm90:
             if kv_end > 0:
                 # The first tile may be ragged, whatever kv_full says: masked in any case.
                 load_k = self.first_scores(share, rows, load_k, kv_end - 1)
-            lent_q, lent = self.take_back(share, lent_q, lent)
             masked = cutlass.max(kv_end - kv_full, 1)
             k_there = Boolean(False)
             if const_expr(self.facts.causal):
@@ -333,14 +318,11 @@ class FwdSm90:
                 load_k, load_v, k_there = self.step(
                     share, rows, load_k, load_v, k_there, tile, masked=False
                 )
+            q.release()  # every score is there
             if kv_end > 0:
                 load_v = self.last_product(share, load_v)
-            self.store(args, share, rows, sO[None, None, slab])
-            lent = Boolean(True)
-            if const_expr(self.tiles.stages_q == 1):
-                lent_q, lent = self.take_back(share, lent_q, lent)
+            self.store(args, share, rows)
             q_tile, head, batch, load_tile = queue.read(load_tile)
-        self.take_back(share, lent_q, lent)
 
     def share(self, args, group, sQ, sK, sV) -> Share:
         """Fragments and running state of consumer warpgroup `group`."""
@@ -360,7 +342,6 @@ class FwdSm90:
             acc_O=accumulator(mma_o, self.shape_o, Float32),
             softmax=OnlineSoftmax.create(2, args.scale, self.facts.negative_scale),
             turns=Turns(Int32(group), Int32(first), Int32(threads), takers),
-            group=Int32(group),
             thread=cute.arch.thread_idx()[0] % WARPGROUP_THREADS,
         )
 
@@ -402,6 +383,9 @@ class FwdSm90:
         if const_expr(masked):
             self.apply_mask(share, rows, acc_S, kv_tile)
         alpha = share.softmax.step(rows_by_columns(acc_S))
+        moved = Boolean(True)
+        if const_expr(self.tiles.skip_unmoved):
+            moved = cute.arch.vote_any_sync((alpha[0] != 1.0) | (alpha[1] != 1.0))
         # Never. But memory operations stay in order, and this one needs alpha: without it ptxas may
         # put the wait for O before all exponentials, 10 % slower at head_dim 128 (H200).
         if negative(alpha[0]):
@@ -412,7 +396,8 @@ class FwdSm90:
         warpgroup.wait_group(0)  # O is there, P is read
         v.release()
         narrow(acc_S, share.tOrP)
-        scale_rows(rows_by_columns(share.acc_O), alpha)
+        if moved:
+            scale_rows(rows_by_columns(share.acc_O), alpha)
         return load_k, load_v, k_there
 
     @cute.jit
@@ -438,40 +423,32 @@ class FwdSm90:
         )
 
     @cute.jit
-    def store(self, args: Args, share: Share, rows: Rows, sO: cute.Tensor):
-        """LSE from registers; O / l through sO (rows, columns), the slab that Q was in."""
+    def store(self, args: Args, share: Share, rows: Rows):
+        """LSE and O / l, from registers to global memory: 16 bytes a lane, 64 a quad."""
         inverse, lse = share.softmax.finish()
         divide_rows(rows_by_columns(share.acc_O), inverse)
+        rO = cute.make_rmem_tensor_like(share.acc_O, self.dtype)
+        narrow(share.acc_O, rO)
 
         own_row, own_column = origin(share.mma_o, self.shape_o, share.thread)
         apart = offsets(share.mma_o, self.shape_o)
-        if own_column == 0:  # one lane of each quad
-            for r in cutlass.range_constexpr(cute.size(lse)):
-                row = rows.first + own_row + apart[r, 0][0]
-                if row < rows.mask.len_q:
-                    args.lse[rows.batch, rows.head, row] = lse[r]
-
-        rO = cute.make_rmem_tensor_like(share.acc_O, self.dtype)
-        narrow(share.acc_O, rO)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), self.dtype)
-        copy = cute.make_tiled_copy_C(atom, share.mma_o).get_slice(share.thread)
-        first, threads = self.graph.barrier("store_o")
-        cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)  # Q is read
-        cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
-        cute.arch.fence_view_async_shared()  # TMA will read what was written here
-        cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)  # O is written
-        if share.thread < WARP_THREADS:
-            gO = cute.local_tile(args.o[None, None, rows.head, rows.batch], self.shape_o, (None, 0))
-            tOsO, tOgO = tma_tiles(args.store_o, sO, gO)
-            cute.copy(args.store_o, tOsO, tOgO[None, rows.first // WGMMA_ROWS])
-            cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def take_back(self, share: Share, lent_q, lent: Boolean):
-        """Release the stage of Q that was `lent` to O, once TMA has read it."""
-        if lent:
-            if share.thread < WARP_THREADS:  # the warp that stores
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            lent_q.release()
-            lent_q.advance()
-        return lent_q, Boolean(False)
+        lane, octets = own_column // 2, self.facts.head_dim_v // OCTET
+        head = args.o[None, None, rows.head, rows.batch]
+        pairs = rows_by_columns(rO)
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            row = rows.first + own_row + apart[r, 0][0]
+            exists = row < rows.mask.len_q
+            for first in cutlass.range_constexpr(0, octets, QUAD_THREADS):
+                words = cute.make_rmem_tensor(QUAD_THREADS, Int32)
+                words.fill(0)
+                for i in cutlass.range_constexpr(min(QUAD_THREADS, octets - first)):
+                    pair = cute.make_tensor(pairs[r, (None, first + i, 0)].iterator, 2)
+                    words[i] = cute.recast_tensor(pair, Int32)[0]
+                sixteen_bytes = quad_transposed(words, lane)  # all lanes take part
+                octet = first + lane
+                line = cute.domain_offset((row, octet * OCTET), head).iterator.align(OCTET * 2)
+                if exists and octet < octets:
+                    target = cute.make_tensor(cute.recast_ptr(line, dtype=Int32), QUAD_THREADS)
+                    target.store(sixteen_bytes.load())
+            if exists and own_column == 0:  # one lane of each quad
+                args.lse[rows.batch, rows.head, row] = lse[r]

@@ -15,10 +15,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from ..layouts.hardware import QUAD_THREADS
+
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 SMALLEST_NORMAL = 2.0**-126
-QUAD_THREADS = 4  # lanes that share a row of an accumulator
 CHAINS = 4
 
 

@@ -27,8 +27,8 @@ BARRIER_BYTES = SWIZZLE_BYTES  # mbarriers, and the gap up to the first swizzled
 def padded_head_dim(head_dim: int) -> int:
     """Columns that a head takes in shared memory: the next multiple of the product's depth.
 
-    The one rounding rule for loads, products and stores. Columns past `head_dim` are zero-filled by
-    TMA when loaded and clipped by it when stored.
+    The one rounding rule for loads and products. Columns past `head_dim` are zero-filled by TMA;
+    those of O are not stored.
     """
     return -(-head_dim // WGMMA_DEPTH) * WGMMA_DEPTH
 
@@ -82,6 +82,7 @@ class Tiles:
     ping_pong: bool  # consumer warpgroups take turns on the tensor cores
     reason: str
     short: bool = False  # serves short queries under a causal mask, and no others
+    skip_unmoved: bool = False  # O is not multiplied where no row of the warp has a new maximum
 
     def __post_init__(self) -> None:
         _check_row(self)
@@ -123,20 +124,14 @@ class Tiles:
 
     @property
     def q_slabs(self) -> int:
-        """One for each warpgroup in each stage of Q."""
+        """Blocks of 64 rows of Q: one for each warpgroup in each stage."""
         return self.stages_q * self.consumer_warpgroups
-
-    @property
-    def slab_elements(self) -> int:
-        """Room for one warpgroup's rows of Q, and of O, which borrows their place at the end."""
-        return WGMMA_ROWS * max(padded_head_dim(self.head_dim), padded_head_dim(self.head_dim_v))
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA."""
-        slabs = self.q_slabs * self.slab_elements * ELEMENT_BYTES
-        rings = self.stages_k * self.k_bytes + self.stages_v * self.v_bytes
-        return BARRIER_BYTES + slabs + rings
+        k_and_v = self.stages_k * self.k_bytes + self.stages_v * self.v_bytes
+        return BARRIER_BYTES + self.stages_q * self.q_bytes + k_and_v
 
     @property
     def registers(self) -> int:
@@ -235,6 +230,7 @@ FORWARD: tuple[Tiles, ...] = (
         registers_load=40,
         registers_consume=232,
         ping_pong=True,
+        skip_unmoved=True,
         reason="209 KiB: the tiles of 128 fit, a second stage of Q (48 KiB) does not; "
         "the producer is given what the consumers leave",
     ),
@@ -250,6 +246,7 @@ FORWARD: tuple[Tiles, ...] = (
         registers_load=40,
         registers_consume=232,
         ping_pong=True,
+        skip_unmoved=True,
         reason="217 KiB, the longest K/V tile of which two stages fit; S, P and O take 180",
     ),
     Tiles(
@@ -264,8 +261,27 @@ FORWARD: tuple[Tiles, ...] = (
         registers_load=40,
         registers_consume=232,
         ping_pong=True,
-        reason="225 KiB, the longest K/V tile of which two stages fit; S, P and O take 188; "
-        "with registers 24 and 240 the producer spills 16 bytes (CUDA 13.4, causal)",
+        skip_unmoved=True,
+        reason="225 KiB, the longest K/V tile of which two stages fit; S, P and O take 188; with "
+        "registers 24 and 240 the producer spills 16 bytes (CUDA 13.4, causal); to multiply O only "
+        "where a maximum moved is worth 2 to 4 % (at head_dim 128 it costs 3 to 7 %: the branch "
+        "keeps the multiplications from hiding under the exponentials)",
+    ),
+    Tiles(
+        arch="sm_90a",
+        head_dim=256,
+        head_dim_v=256,
+        tile_kv=80,
+        consumer_warpgroups=2,
+        stages_q=1,
+        stages_k=2,
+        stages_v=2,
+        registers_load=40,
+        registers_consume=232,
+        ping_pong=True,
+        short=True,
+        reason="of few keys the maximum moves in nearly every tile: 4 % faster without the branch "
+        "at 1k",
     ),
 )
 
@@ -290,12 +306,6 @@ def forward_tiles(arch: str, head_dim: int, head_dim_v: int, short: bool = False
 
 
 SPLIT_COLUMNS = 64  # and multiples of them are split between two warpgroups
-BACKWARD_ROWS = 128  # of Q, of every backward kernel's tiles: they divide it
-
-
-def padded_rows(len_q: int) -> int:
-    """Rows that a sequence of Q takes in the workspace of backward: full tiles for every kernel."""
-    return -(-len_q // BACKWARD_ROWS) * BACKWARD_ROWS
 
 
 @dataclass(frozen=True)
@@ -313,7 +323,6 @@ class BackwardTiles:
     head_dim: int  # of Q and K
     head_dim_v: int  # of V and O
     split: Literal["keys", "columns"]
-    tile_q: int  # query rows of one stage
     registers_load: int  # per thread of the producer warpgroup
     registers_consume: int  # per thread of a consumer warpgroup
     reason: str
@@ -322,13 +331,10 @@ class BackwardTiles:
         _check_row(self)
         if self.split not in ("keys", "columns"):
             raise ValueError(f"split={self.split!r}: needs 'keys' or 'columns'")
-        if self.tile_q % WGMMA_ROWS or BACKWARD_ROWS % self.tile_q:
-            raise ValueError(f"tile_q={self.tile_q}: needs {WGMMA_ROWS} or {BACKWARD_ROWS}")
-        if self.split == "columns" and self.tile_q != WGMMA_ROWS:
-            raise ValueError(f"tile_q={self.tile_q}: split='columns' needs {WGMMA_ROWS}")
         _check_resources(self)
 
     consumer_warpgroups = 2
+    tile_q = WGMMA_ROWS  # of one stage; P and dP of more rows do not fit beside dK and dV
     stages = 2  # of Q, dO, dS and P: one is read while the other is written
 
     @property
@@ -341,11 +347,6 @@ class BackwardTiles:
         """Keys of a tile, which one CTA computes."""
         return WGMMA_ROWS * (self.consumer_warpgroups if self.split == "keys" else 1)
 
-    @property
-    def dq_by_rows(self) -> bool:
-        """Whether a warpgroup computes half of dQ's rows; else half of its columns."""
-        return self.tile_q == self.consumer_warpgroups * WGMMA_ROWS
-
     def _split_columns(self, head_dim: int) -> int:
         """Columns whose halves are whole swizzle patterns, of 64 bytes at least."""
         return -(-head_dim // SPLIT_COLUMNS) * SPLIT_COLUMNS
@@ -353,8 +354,6 @@ class BackwardTiles:
     @property
     def dq_columns(self) -> int:
         """Columns of K's tile and of the dQ accumulator: the one rule for all three kernels."""
-        if self.dq_by_rows:
-            return padded_head_dim(self.head_dim)
         return self._split_columns(self.head_dim)
 
     @property
@@ -415,40 +414,31 @@ class BackwardTiles:
         return WARPGROUP_THREADS * (self.registers_load + consume)
 
     def workspace_floats(self, batch: int, heads_q: int, len_q: int) -> int:
-        """Of the dQ accumulator, LSE and D, in float32."""
-        return batch * heads_q * padded_rows(len_q) * (self.dq_columns + 2)
+        """The dQ accumulator, LSE and D, in float32, and a turn for each warpgroup's part of dQ."""
+        q_tiles = batch * heads_q * -(-len_q // self.tile_q)
+        return q_tiles * (self.tile_q * (self.dq_columns + 2) + self.consumer_warpgroups)
 
 
-# S and dP take tile_q registers of a consumer thread, dK and dV (head_dim + head_dim_v) / 2, and
-# dQ, while S of the next tile is under way, tile_q * head_dim / 256.
+# Head dims of a row are the largest that it serves. S and dP take 64 registers of a consumer thread
+# where the split is by keys, dK and dV (head_dim + head_dim_v) / 2; P in 16 bits 16, and dQ takes
+# the place of dP.
 BACKWARD: tuple[BackwardTiles, ...] = (
-    BackwardTiles(
-        arch="sm_90a",
-        head_dim=64,
-        head_dim_v=64,
-        split="keys",
-        tile_q=128,
-        registers_load=40,
-        registers_consume=232,
-        reason="S, dP, dK and dV take 192 registers; with registers 24 and 240 the producer spills "
-        "8 bytes",
-    ),
     BackwardTiles(
         arch="sm_90a",
         head_dim=128,
         head_dim_v=128,
         split="keys",
-        tile_q=64,
         registers_load=24,
         registers_consume=240,
-        reason="S, dP, dK and dV take 192 registers, as much as fits beside dQ and the operands",
+        reason="S, dP, dK and dV take 192 registers, P and dS for the products 16 each. Tiles of "
+        "80 rows, 128 at head_dim 64, fit only with 16 bits of P in dS = P (dP - D): 23 % more "
+        "error in dQ and dK, over the accuracy rule; 80 is no faster, 128 is 5 to 12 % (H200)",
     ),
     BackwardTiles(
         arch="sm_90a",
         head_dim=256,
         head_dim_v=256,
         split="columns",
-        tile_q=64,
         registers_load=24,
         registers_consume=240,
         reason="226 KiB; of 64 keys dK and dV take 256 registers, so that a warpgroup holds half",

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
-from cutlass._mlir.dialects import llvm
+from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.tcgen05 import int_to_smem_descriptor, smem_descriptor_to_int
-from cutlass.cutlass_dsl import T
 
 from ..layouts.opaque import opaque
 
@@ -28,10 +26,15 @@ class InSmem:
     layout: cute.Layout  # of the address, in units of 16 bytes
 
     @staticmethod
-    def of(fragment: cute.Tensor) -> "InSmem":
-        """`fragment` as make_fragment_A and make_fragment_B return it."""
+    def of(fragment: cute.Tensor, keep: bool = True) -> "InSmem":
+        """`fragment` as make_fragment_A and make_fragment_B return it.
+
+        `keep` it in a register. With more operands than uniform registers hold, it is in others,
+        and each product is preceded by a move; then better computed anew for every use.
+        """
         whole = smem_descriptor_to_int(fragment.iterator)
-        return InSmem(opaque(Int32(whole & LOW_HALF)), whole & ~LOW_HALF, fragment.layout)
+        low = Int32(whole & LOW_HALF)
+        return InSmem(opaque(low) if keep else low, whole & ~LOW_HALF, fragment.layout)
 
     def stage(self, index: Int32) -> "InSmem":
         """One stage of it."""
@@ -83,18 +86,3 @@ def narrow(source: cute.Tensor, target: cute.Tensor) -> None:
     half = cute.logical_divide(cute.make_tensor(target.iterator, flat), pair)
     for i in cutlass.range_constexpr(cute.size(wide, mode=[1])):
         half[None, i].store(wide[None, i].load().to(target.element_type))
-
-
-def widen(source: cute.Tensor, pair: int) -> tuple[Float32, Float32]:
-    """Elements 2 pair and 2 pair + 1 of a 16-bit fragment, each by one instruction.
-
-    In assembly, for the compiler knows what was narrowed: it would keep that, or narrow twice.
-    """
-    words = cute.recast_tensor(source, Int32)
-    word = cute.make_tensor(words.iterator, cute.make_layout(cute.size(words)))[pair]
-    if source.element_type is BFloat16:
-        texts = "shl.b32 $0, $1, 16;", "and.b32 $0, $1, 0xFFFF0000;"
-    else:
-        halves = "{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; cvt.f32.f16 $0, {}; }}"
-        texts = halves.format("l"), halves.format("h")
-    return tuple(Float32(llvm.inline_asm(T.f32(), [word.ir_value()], t, "=f,r")) for t in texts)

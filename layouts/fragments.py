@@ -51,9 +51,17 @@ def origin(mma: cute.TiledMma, shape: tuple[int, int], thread: cute.Int32) -> cu
 
 
 def write_fragment(
-    mma: cute.TiledMma, fragment: cute.Tensor, smem: cute.Tensor, thread: cute.Int32
+    mma: cute.TiledMma,
+    fragment: cute.Tensor,
+    smem: cute.Tensor,
+    thread: cute.Int32,
+    transpose: bool = False,
 ) -> None:
-    """Store a 16-bit accumulator to smem (rows, columns), with stmatrix."""
-    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(num_matrices=4), fragment.element_type)
-    copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
-    cute.copy(atom, copy.retile(fragment), copy.partition_D(smem))
+    """Store a 16-bit accumulator to smem (rows, columns), with stmatrix.
+
+    `transpose` where it is the rows of `smem` that are contiguous.
+    """
+    op = warp.StMatrix8x8x16bOp(transpose, num_matrices=4)
+    copy = cute.make_tiled_copy_C(cute.make_copy_atom(op, fragment.element_type), mma)
+    own = copy.get_slice(thread)
+    cute.copy(copy, own.retile(fragment), own.partition_D(smem))

@@ -5,6 +5,7 @@ Nothing here imports the compiler.
 
 WARP_THREADS = 32
 WARPGROUP_WARPS = 4
+QUAD_THREADS = 4  # lanes that share a row of an accumulator
 WARPGROUP_THREADS = WARPGROUP_WARPS * WARP_THREADS
 
 SMEM_BYTES = {"sm_90a": 227 * 1024}  # of one CTA
@@ -18,6 +19,7 @@ TRANSACTION_BYTES = 2**20 - 1  # that one mbarrier can expect
 
 WGMMA_ROWS = 64
 WGMMA_DEPTH = 16  # for 16-bit operands
+OCTET = 8  # columns of a row of an accumulator that a quad holds, two a lane
 TMA_ALIGNMENT_BYTES = 16  # of base addresses and strides
 SWIZZLE_BYTES = 1024  # the pattern of a swizzled buffer repeats at this alignment
 

@@ -1,4 +1,4 @@
-"""Swizzled shared-memory stages, as TMA writes them and wgmma and stmatrix address them."""
+"""Swizzled shared-memory stages, as TMA writes them and wgmma reads them."""
 
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
@@ -11,23 +11,18 @@ from .hardware import SWIZZLE_BYTES
 
 
 def row_major_stages(
-    dtype: type[Numeric],
-    shape: tuple[int, int],
-    stages: int,
-    stage_elements: int = 0,
-    part: int = 0,
+    dtype: type[Numeric], shape: tuple[int, int], stages: int, part: int = 0
 ) -> cute.ComposedLayout:
     """(rows, columns, stages), columns contiguous, in the widest swizzle that they fill.
 
-    A stage is contiguous and starts `stage_elements` after the one before (0: no gap), so that two
-    layouts with equal `stage_elements` share memory stage by stage. `part` columns (0: all of them)
-    hold whole patterns of the swizzle: what a product may read across, as its columns.
+    `part` columns (0: all of them) hold whole patterns of the swizzle: what a product may read
+    across, as its columns.
     """
     rows, columns = shape
     kind = get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, part or columns)
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     one = cute.tile_to_shape(atom, shape, order=(0, 1))
-    stage = cute.make_layout(stages, stride=stage_elements or rows * columns)
+    stage = cute.make_layout(stages, stride=rows * columns)
     return cute.make_composed_layout(one.inner, 0, cute.append(one.outer, stage))
 
 

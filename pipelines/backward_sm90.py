@@ -11,11 +11,12 @@
                                              +---------------------------------------------+
                                                p_there, ds_there: both warpgroups wrote theirs
                                                place_free, place_full: K and V; dK and dV
+                                               dq_turn:  the four warps of one warpgroup
 
 S and dP are transposed: keys are rows, so that P and dS are operands of dV and dK as they are.
 """
 
-from ..layouts.hardware import WARP_THREADS, WARPGROUP_WARPS
+from ..layouts.hardware import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from .graph import Edge, Graph, Rendezvous, Role
 
 
@@ -45,8 +46,11 @@ def backward_graph(
             Edge("load_q", "load", "consume", stages, q_bytes),
             Edge("load_do", "load", "consume", stages, do_bytes),
         ),
-        rendezvous=tuple(
-            Rendezvous(name, 1, threads)
-            for name in ("p_there", "ds_there", "place_free", "place_full")
+        rendezvous=(
+            *(
+                Rendezvous(name, 1, threads)
+                for name in ("p_there", "ds_there", "place_free", "place_full")
+            ),
+            Rendezvous("dq_turn", consumer_warpgroups, WARPGROUP_THREADS),
         ),
     )

@@ -6,11 +6,10 @@
      |   draws tiles    |   load_q    (ring) |   S = Q K^T   (wgmma, both from smem)      |
      |   TMA: Q, K, V   | -----------------> |   P = softmax (registers)                  |
      | warps 1..3 idle  |   load_k    (ring) |   O += P V    (wgmma, P from registers)    |
-     |                  | -----------------> |   O / l -> the place of Q -> TMA store     |
+     |                  | -----------------> |   O / l -> global memory                   |
      |                  |   load_v    (ring) |                                            |
      +------------------+ -----------------> +--------------------------------------------+
                                                mma_turn: ping-pong between the warpgroups
-                                               store_o:  the four warps of one warpgroup
 
 K and V have a ring each, not one in common: a stage of K is free a whole softmax earlier than the
 V of the same tile, and the two differ in bytes when head_dim_v is not head_dim.
@@ -48,7 +47,6 @@ def forward_graph(
             Edge("load_v", "load", "consume", stages_v, v_bytes),
         ),
         rendezvous=(
-            Rendezvous("store_o", consumer_warpgroups, WARPGROUP_THREADS),
             # The warpgroup whose turn it is, and the one that hands it over.
             Rendezvous("mma_turn", consumer_warpgroups, 2 * WARPGROUP_THREADS),
         ),

@@ -29,9 +29,13 @@ FACTS = ForwardFacts("bfloat16", 32, 32, causal=False)
 CAUSAL = replace(FACTS, causal=True)
 # Small, to compile fast; two consumer warpgroups, so that everything that synchronises is there.
 TILES = Tiles("sm_90a", 32, 32, 32, 2, 2, 2, 2, 24, 240, ping_pong=True, reason="small")
-ONE_STAGE_Q = replace(TILES, stages_q=1, reason="small, and each Q waits for the O before it")
+ONE_STAGE_Q = replace(TILES, stages_q=1, reason="small, and each Q waits for the one before it")
+SKIP_UNMOVED = replace(TILES, skip_unmoved=True)
+FIVE_OCTETS = replace(FACTS, head_dim_v=40)
+TILES_40 = replace(TILES, head_dim_v=40)
 LEN_Q, LEN_KV = 200, 150
 THREE_TILES, FOUR_TILES = 330, 456  # of Q: more than it has stages
+ONE_TILE = 30  # of keys
 FEW_KEYS = 60  # one K/V tile for each stage: no wait for a free one orders anything else
 
 
@@ -91,70 +95,27 @@ FAULTS = [
         other="cute.gemm(",
     ),
     Fault(
-        "Q is released before O, written in its place, is stored",
+        "Q is released before the product that reads it is waited for",
         {
-            "            self.store(args, share, rows, sO[": (
-                "            q.release()\n            self.store(args, share, rows, sO["
+            "            q.release()  # every score is there\n": "",
+            "self.first_scores(share, rows, load_k, kv_end - 1)": (
+                "self.first_scores(share, rows, q, load_k, kv_end - 1)"
             ),
-            "lent = Boolean(True)": "lent = Boolean(False)",
-        },
-        kind="race",
-        message=rf"write {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix\S+ .* "
-        r"with no synchronisation between them",
-        line="cute.copy(args.load_q,",
-        other="cute.copy(atom, copy.retile(rO)",
-        tiles=ONE_STAGE_Q,
-        ctas=1,
-    ),
-    Fault(
-        "O is written while the products of other warps may still read Q there",
-        {
-            "cute.arch.barrier(barrier_id=first + share.group, number_of_threads=threads)"
-            "  # Q is read": "pass"
+            "def first_scores(self, share: Share, rows: Rows, load_k,": (
+                "def first_scores(self, share: Share, rows: Rows, q, load_k,"
+            ),
+            "        warpgroup.wait_group(0)\n        k.release()": (
+                "        q.release()\n        warpgroup.wait_group(0)\n        k.release()"
+            ),
         },
         kind="race",
         message=rf"write {AT_BYTE} read of wgmma of {CONSUMERS} at {OTHER}: wgmma\.mma_async\S+ .* "
-        r"with no synchronisation between them",
-        line="cute.copy(atom, copy.retile(rO)",
+        r"with no synchronisation between them \(CTA \(0, 0, 0\), warp 0\)",
+        line="cute.copy(args.load_q,",
         other="cute.gemm(",
-    ),
-    Fault(
-        "no proxy fence between writing O and storing it",
-        {"cute.arch.fence_view_async_shared()": "pass"},
-        kind="missing proxy fence",
-        message=rf"read {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix\S+ .* "
-        r"without fence\.proxy\.async between them",
-        line="cute.copy(args.store_o,",
-        other="cute.copy(atom, copy.retile(rO)",
-    ),
-    Fault(
-        "the slab is lent again while the store of O may still read it",
-        {"cute.arch.cp_async_bulk_wait_group(0, read=True)": "pass"},
-        kind="race",
-        message=rf"write {AT_BYTE} read of the bulk copies of warp [48] lane 0 at {OTHER}: "
-        r"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them",
-        line="cute.copy(args.load_q,",
-        other="cute.copy(args.store_o,",
-        len_q=THREE_TILES,
-        ctas=1,
-    ),
-    Fault(
-        "the only slab is lent again while the store of O may still read it",
-        {"cute.arch.cp_async_bulk_wait_group(0, read=True)": "pass"},
-        kind="race",
-        message=rf"write {AT_BYTE} read of the bulk copies of warp [48] lane 0 at {OTHER}: "
-        r"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them",
-        line="cute.copy(args.load_q,",
-        other="cute.copy(args.store_o,",
         tiles=ONE_STAGE_Q,
+        len_kv=ONE_TILE,
         ctas=1,
-    ),
-    Fault(
-        "a CTA ends while the store of O may still read its shared memory",
-        {"cute.arch.cp_async_bulk_wait_group(0, read=True)": "pass"},
-        kind="unfinished copy",
-        message=r"the CTA ends while a bulk copy may still read its shared memory",
-        line="cute.copy(args.store_o,",
     ),
     Fault(
         "S is used while its product may still write it",
@@ -180,18 +141,38 @@ FAULTS = [
         facts=CAUSAL,
     ),
     Fault(
-        "the LSE of the last row is not written",
-        {"if row < rows.mask.len_q:": "if row < rows.mask.len_q - 1:"},
+        "the last row is not written",
+        {"exists = row < rows.mask.len_q": "exists = row < rows.mask.len_q - 1"},
         kind="unwritten output",
-        message=r"4 bytes of argument 4 are never written, the first at index \(0, 0, 199\)",
+        message=r"64 bytes of argument 3 are never written, the first at index \(0, 199, 0, 0\)",
         line="",
     ),
     Fault(
-        "the rows of O past the last whole slab are not written",
+        "a row too many is written",
+        {"exists = row < rows.mask.len_q": "exists = row <= rows.mask.len_q"},
+        kind="out of bounds",
+        message=r"write of 16 bytes of global memory at 0x\w+: 0 bytes past the end of argument 3",
+        line="target.store(",
+    ),
+    Fault(
+        "the LSE of rows that do not exist is written",
+        {"if exists and own_column == 0:": "if own_column == 0:"},
+        kind="out of bounds",
+        message=r"write of 4 bytes of global memory at 0x\w+: 32 bytes past the end of argument 4",
+        line="args.lse[rows.batch, rows.head, row] = lse[r]",
+    ),
+    Fault(
+        "a column that no lane starts at writes LSE",
+        {"if exists and own_column == 0:": "if exists and own_column == 1:"},
+        kind="unwritten output",
+        message=r"800 bytes of argument 4 are never written, the first at index \(0, 0, 0\)",
+        line="",
+    ),
+    Fault(
+        "the rows of O past the last 64 are not written",
         {
-            "if share.thread < WARP_THREADS:\n            gO": (
-                "if share.thread < WARP_THREADS and rows.first + WGMMA_ROWS <= rows.mask.len_q:\n"
-                "            gO"
+            "if exists and octet < octets:": (
+                "if rows.first + WGMMA_ROWS <= rows.mask.len_q and octet < octets:"
             )
         },
         kind="unwritten output",
@@ -199,18 +180,72 @@ FAULTS = [
         line="",
     ),
     Fault(
-        "the tensor map of O ends at a whole slab, past the tensor",
+        "octets that do not fill a quad are not written",
+        {"(0, octets, QUAD_THREADS)": "(0, octets - octets % QUAD_THREADS, QUAD_THREADS)"},
+        kind="unwritten output",
+        message=r"3200 bytes of argument 3 are never written, the first at index \(0, 0, 0, 32\)",
+        line="",
+        facts=FIVE_OCTETS,
+        tiles=TILES_40,
+    ),
+    Fault(
+        "every lane of the last quad writes an octet, whether the row has it or not",
+        {"if exists and octet < octets:": "if exists:"},
+        kind="out of bounds",
+        message=r"write of 16 bytes of global memory at 0x\w+: 0 bytes past the end of argument 3",
+        line="target.store(",
+        facts=FIVE_OCTETS,
+        tiles=TILES_40,
+    ),
+    Fault(
+        "the octets of the padded head are written",
+        {"self.facts.head_dim_v // OCTET": "self.shape_o[1] // OCTET"},
+        kind="out of bounds",
+        message=r"write of 16 bytes of global memory at 0x\w+: 0 bytes past the end of argument 3",
+        line="target.store(",
+        facts=FIVE_OCTETS,
+        tiles=TILES_40,
+    ),
+    Fault(
+        "a lane's first column is taken for its place in the quad",
+        {"lane, octets = own_column // 2,": "lane, octets = own_column,"},
+        kind="unwritten output",
+        message=r"6400 bytes of argument 3 are never written, the first at index \(0, 0, 0, 8\)",
+        line="",
+    ),
+    Fault(
+        "lanes whose octet does not exist take no part in the exchange",
         {
-            "store_o, tma_o = self.tma(store, o, layouts.o, self.shape_o)": (
-                "shape = (o.shape[0], cute.round_up(o.shape[1], WGMMA_ROWS), *o.shape[2:])\n"
-                "        whole = cute.make_layout(shape, stride=o.stride)\n"
-                "        padded = cute.make_tensor(o.iterator, whole)\n"
-                "        store_o, tma_o = self.tma(store, padded, layouts.o, self.shape_o)"
+            "sixteen_bytes = quad_transposed(words, lane)  # all lanes take part": "pass",
+            "                if exists and octet < octets:\n": (
+                "                if exists and octet < octets:\n"
+                "                    sixteen_bytes = quad_transposed(words, lane)\n"
+            ),
+        },
+        kind="deadlock",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: "
+        r"shfl\.sync\.bfly\S+ .*: a warp-synchronous instruction waits for lanes \[1, 2, 3, 5, ",
+        line="cute.arch.shuffle_sync_bfly(",
+        other="cute.arch.shuffle_sync_bfly(",
+        facts=FIVE_OCTETS,
+        tiles=TILES_40,
+    ),
+    Fault(
+        "only lanes whose first row has no new maximum vote",
+        {
+            "moved = cute.arch.vote_any_sync((alpha[0] != 1.0) | (alpha[1] != 1.0))": (
+                "moved = alpha[0] != 1.0\n"
+                "            if not moved:\n"
+                "                moved = cute.arch.vote_any_sync(alpha[1] != 1.0)"
             )
         },
-        kind="out of bounds",
-        message=r"write of global memory \[0x\w+, 0x\w+\): 3583 bytes past the end of argument 3",
-        line="cute.copy(args.store_o,",
+        kind="deadlock",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 0 at .*\n"
+        rf"  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: vote\.sync\.any\S+ .*: "
+        r"a warp-synchronous instruction waits for lanes ",
+        line="stage = load_v.acquire_and_advance()",
+        other="moved = cute.arch.vote_any_sync(",
+        tiles=SKIP_UNMOVED,
     ),
     Fault(
         "shared buffers are aligned for vectors, not for TMA",
@@ -252,13 +287,15 @@ FAULTS = [
         other="v = load_v.wait_and_advance()",
     ),
     Fault(
-        "a barrier waits for a warp that does not come",
-        {"number_of_threads=threads)  # O is written": "number_of_threads=threads + WARP_THREADS)"},
+        "a warpgroup's turn waits for a third one",
+        {"2 * WARPGROUP_THREADS": "3 * WARPGROUP_THREADS"},
         kind="deadlock",
-        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: bar\.sync .*: "
-        r"barrier 1 has 128 of 160 threads",
-        line="number_of_threads=threads + WARP_THREADS)",
-        other="number_of_threads=threads + WARP_THREADS)",
+        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 0 at .*\n"
+        rf"  CTA \(0, 0, 0\) warp 4, 5, 6, 7 at {OTHER}: bar\.sync .*: "
+        r"barrier 1 has 256 of 384 threads",
+        line="",
+        other="cute.arch.barrier(barrier_id=self.first + self.own",
+        file="pipelines/forward_sm90.py",
     ),
     Fault(
         "the producer keeps its registers",
@@ -379,10 +416,8 @@ FAULTS = [
     Fault(
         "Q is released after the first scores",
         {
-            "            lent_q, lent = self.take_back(share, lent_q, lent)\n            masked": (
-                "            q.release()\n            masked"
-            ),
-            "lent = Boolean(True)": "lent = Boolean(False)",
+            "            q.release()  # every score is there\n": "",
+            "masked = cutlass.max(": "q.release()\n            masked = cutlass.max(",
         },
         kind="race",
         message=rf"read {AT_BYTE} write of the copies on mbarrier at byte 16 at {OTHER}: "
@@ -393,76 +428,23 @@ FAULTS = [
         ctas=1,
     ),
     Fault(
-        "the slab is released first, and only then is the store of O waited for",
+        "Q is read from the first stage, whichever it is in",
         {
-            "        if lent:\n": "        if lent:\n            lent_q.release()\n",
-            "lent_q.release()\n            lent_q.advance()": "lent_q.advance()",
+            "share.tSrQ.stage(q.index * self.tiles.consumer_warpgroups + group)": (
+                "share.tSrQ.stage(group)"
+            )
         },
         kind="race",
-        message=rf"write {AT_BYTE} read of the bulk copies of warp [48] lane 0 at {OTHER}: "
-        r"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them",
-        line="cute.copy(args.load_q,",
-        other="cute.copy(args.store_o,",
-        len_q=THREE_TILES,
-        len_kv=FEW_KEYS,
-        ctas=1,
-    ),
-    Fault(
-        "one store of O fewer is waited for",
-        {"cp_async_bulk_wait_group(0, read=True)": "cp_async_bulk_wait_group(1, read=True)"},
-        kind="race",
-        message=rf"write {AT_BYTE} read of the bulk copies of warp [48] lane 0 at {OTHER}: "
-        r"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them",
-        line="cute.copy(args.load_q,",
-        other="cute.copy(args.store_o,",
-        len_q=THREE_TILES,
-        ctas=1,
-    ),
-    Fault(
-        "another warp than the one that stores O waits for it",
-        {"share.thread < WARP_THREADS:  # the warp": "share.thread >= WARP_THREADS:  # the warp"},
-        kind="race",
-        message=rf"write {AT_BYTE} read of the bulk copies of warp [48] lane 0 at {OTHER}: "
-        r"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them",
-        line="cute.copy(args.load_q,",
-        other="cute.copy(args.store_o,",
-        len_q=THREE_TILES,
-        ctas=1,
-    ),
-    Fault(
-        "nobody takes the last slab back",
-        {
-            "        self.take_back(share, lent_q, lent)\n\n": "\n",
-        },
-        kind="unfinished copy",
-        message=r"the CTA ends while a bulk copy may still read its shared memory",
-        line="cute.copy(args.store_o,",
-    ),
-    Fault(
-        "O is written into the first stage, whichever its Q was in",
-        {"sO[None, None, slab]": "sO[None, None, group]"},
-        kind="race",
-        message=rf"write {AT_BYTE} write of the copies on mbarrier at byte 16 at {OTHER}: "
+        message=rf"read {AT_BYTE} write of the copies on mbarrier at byte 16 at {OTHER}: "
         rf"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them .*{CONSUMERS}",
-        line="cute.copy(atom, copy.retile(rO)",
+        line="cute.gemm(",
         other="cute.copy(args.load_q,",
         len_q=THREE_TILES,
         ctas=1,
     ),
     Fault(
-        "O is written into the slab of the other warpgroup",
-        {
-            "sO[None, None, slab]": "sO[None, None, slab + 1 - 2 * group]",
-        },
-        kind="race",
-        message=rf"read {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix\S+ .* "
-        r"with no synchronisation between them .*warp 8, 9, 10, 11\)",
-        line="cute.gemm(",
-        other="cute.copy(atom, copy.retile(rO)",
-    ),
-    Fault(
-        "a slab that is lent is never released",
-        {"            lent_q.release()\n": ""},
+        "Q is never released",
+        {"            q.release()  # every score is there\n": ""},
         kind="deadlock",
         message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 0 at {OTHER}: mbarrier\S+ .*: "
         r"mbarrier at byte 32 of shared memory: waits for phase of parity 0, present phase has "
@@ -473,27 +455,22 @@ FAULTS = [
         ctas=1,
     ),
     Fault(
-        "the first stage is released in place of the oldest",
-        {"            lent_q.advance()\n": ""},
+        "Q is released only where there are keys",
+        {
+            "            q.release()  # every score is there\n": "",
+            "            if kv_end > 0:\n                load_v =": (
+                "            if kv_end > 0:\n                q.release()\n                load_v ="
+            ),
+        },
         kind="deadlock",
         message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 0 at {OTHER}: mbarrier\S+ .*: "
         r"mbarrier at byte 40 of shared memory: waits for phase of parity 0, present phase has "
         r"parity 0, 8 of 8 arrivals and 0 bytes missing\n",
         line="stage = load_q.acquire_and_advance()",
         other="stage = load_q.acquire_and_advance()",
+        facts=CAUSAL,
         len_q=FOUR_TILES,
-        ctas=1,
-    ),
-    Fault(
-        "the only slab is lent until the next Q is there",
-        {"if const_expr(self.tiles.stages_q == 1):": "if const_expr(self.tiles.stages_q == 0):"},
-        kind="deadlock",
-        message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 0 at {OTHER}: mbarrier\S+ .*: "
-        r"mbarrier at byte 24 of shared memory: waits for phase of parity 0, present phase has "
-        r"parity 0, 8 of 8 arrivals and 0 bytes missing\n",
-        line="stage = load_q.acquire_and_advance()",
-        other="stage = load_q.acquire_and_advance()",
-        tiles=ONE_STAGE_Q,
+        len_kv=FEW_KEYS,
         ctas=1,
     ),
     Fault(
@@ -528,9 +505,10 @@ def findings(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> list[emul
     session = Session(emulator.Options(raise_on_fault=False, order=fault.order))
 
     def attend(heads: int, ctas: int | None) -> None:
-        shapes = [(1, length, heads, 32) for length in (fault.len_q, fault.len_kv, fault.len_kv)]
-        q, k, v = (torch.randn(shape).bfloat16() for shape in shapes)
-        out, lse = torch.empty_like(q), torch.empty(1, heads, fault.len_q)
+        dims = [(fault.len_q, 32), (fault.len_kv, 32), (fault.len_kv, fault.facts.head_dim_v)]
+        q, k, v = (torch.randn(1, length, heads, dim).bfloat16() for length, dim in dims)
+        out = q.new_empty(1, fault.len_q, heads, fault.facts.head_dim_v)
+        lse = torch.empty(1, heads, fault.len_q)
 
         def launch(launch: loader.Launch) -> None:
             session.launch(replace(launch, grid=(ctas, 1, 1)) if ctas else launch)

@@ -426,6 +426,9 @@ def test_supported_names_the_kernel(emulated: None) -> None:
         (1, True, (8, 56), True),
         (1, True, (64, 72), False),
         (1, True, (72, 64), False),
+        (1, True, (192, 192), False),
+        (SHORT_LEN_Q, True, (8, 200), True),
+        (SHORT_LEN_Q + 1, True, (256, 256), False),
         (SHORT_LEN_Q, False, (64, 64), False),
     ],
 )

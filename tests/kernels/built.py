@@ -44,6 +44,7 @@ def check_registers(compiled: Compiled) -> None:
     (used,) = usage(compiled.cubin).values()
     assert used.local_bytes == used.local_instructions == 0
     assert used.registers <= registers_at_entry(compiled.kernel.tiles.threads)
+    assert used.product_waits == compiled.count(r"wgmma\.wait_group\.")  # else: serialised
     assert ".local" not in compiled.ptx
     # 16-bit operands live in pairs; packed late, they are touched between fence and product.
     assert compiled.count(r"mov\.b32\s+%r\d+, \{%rs") == 0

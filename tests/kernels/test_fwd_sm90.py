@@ -178,6 +178,71 @@ def test_views_need_no_copy(view: Callable[[torch.Tensor], torch.Tensor], names:
     check(D64, c)
 
 
+@pytest.mark.parametrize("heads_first", [False, True], ids=["bshd", "bhsd"])
+@pytest.mark.parametrize("head_dim_v", [8, 24, 40, 72, 200])
+def test_o_inside_a_larger_tensor_leaves_the_rest_of_it_alone(
+    head_dim_v: int, heads_first: bool
+) -> None:
+    """Octets that do not fill a quad, a length that does not fill a warp: nothing beside them."""
+    facts = replace(D64, head_dim_v=head_dim_v)
+    c = case(facts, 203, 140, (2, 1), batch=2)
+    around = torch.full((2, 2, 205, head_dim_v + 16), 7.0, dtype=c.o.dtype)
+    around = around if heads_first else around.transpose(1, 2).contiguous().transpose(1, 2)
+    inside = around[:, :, 1:-1, 8:-8]
+    c.o = inside.transpose(1, 2)
+    run(facts, c)
+    check(facts, c)
+    inside.fill_(7.0)
+    assert (around == 7.0).all()
+
+
+D256 = replace(CAUSAL, head_dim=256, head_dim_v=256)
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.2])
+@pytest.mark.parametrize(
+    "facts",
+    [D192, replace(D192, causal=False), replace(D256, causal=False)],
+    ids=["192-causal", "192-full", "256-full"],
+)
+def test_o_is_scaled_wherever_one_row_of_a_warp_has_a_new_maximum(
+    facts: ForwardFacts, scale: float
+) -> None:
+    """Each warp another pattern of maxima over the five K/V tiles, in the order of visits."""
+    facts = replace(facts, negative_scale=scale < 0)
+    tiles = build(facts).kernel.tiles
+    assert tiles.skip_unmoved and tiles.tile_q == 128
+    visits, len_q = 5, 250
+    c = case(facts, len_q, visits * tiles.tile_kv, scale=scale)
+
+    # What a row's scores gain at each visit: most have their maximum in the first tile for good.
+    gain = torch.zeros(16, 16, visits)  # warp, row, visit
+    gain[..., 0] = 40.0
+    gain[0] = 8.0 * torch.arange(visits)  # all rows rise at each visit, in warp 1 none ever does
+    gain[2, 3, 2] = 80.0  # one row in the upper half of a warp,
+    gain[3, 13, 3] = 80.0  # one in the lower half,
+    gain[4, [7, 8], [1, 4]] = 80.0  # one in each
+    little = 5 * 16 + 6
+    gain[5, 6] = 40.0 + 0.4 * torch.arange(visits)  # one row a little, its scores all alike
+    gain[8:13] = 40.0 * torch.rand(5, 16, visits)
+    gain[14, 0, 4] = gain[15, 9, 4] = 80.0
+    tile = torch.arange(visits * tiles.tile_kv) // tiles.tile_kv
+    c.q[..., :8], c.k[..., :8], c.q[0, little] = 0.0, 0.0, 0.0
+    c.k[0, torch.arange(len(tile)), 0, visits - 1 - tile] = 8.0
+    c.q[0, :, 0, :visits] = (gain.reshape(-1, visits)[:len_q] / (8.0 * scale)).to(c.q.dtype)
+
+    # Scores of -inf in one tile, of +inf in one tile, and of NaN, in warps where no maximum moves.
+    lowest, highest, nan = 6 * 16 + 2, 6 * 16 + 11, 7 * 16 + 5
+    huge = math.copysign(torch.finfo(c.q.dtype).max, scale)
+    c.q[0, lowest, 0, 2], c.q[0, highest, 0, 3], c.q[0, nan, 0, 9] = -huge, huge, math.nan
+    run(facts, c)
+    assert c.o.isnan().all(-1).any(0).nonzero()[:, 0].tolist() == [highest, nan]
+    clean = [row for row in range(len_q) if row not in (highest, nan)]
+    o, lse, bound = c.exact(facts.causal)
+    assert ((c.o.double() - o).abs() <= 2**-7 * bound + 1e-6)[0, clean].all()
+    torch.testing.assert_close(c.lse.double()[..., clean], lse[..., clean], atol=2e-5, rtol=1e-6)
+
+
 def test_nan_stays_in_its_rows() -> None:
     c = case(D64_FULL, 200, 200)
     rows = [37, 150]
@@ -242,7 +307,7 @@ def run_on(ctas: int, facts: ForwardFacts, c: Case, **options: Any) -> Counters:
     ids=["64-causal", "64-short", "64-full", "192-causal"],
 )
 def test_fewer_ctas_than_tiles_take_them_in_turn(facts: ForwardFacts, ctas: int) -> None:
-    """The loop over tiles: O leaves from one stage of Q while the other has the next, or alone."""
+    """The loop over tiles, with two stages of Q and with one."""
     assert build(facts).kernel.tiles.stages_q == (2 if facts.head_dim == 64 else 1)
     c = case(facts, 500, 300, (2, 1))
     run_on(ctas, facts, c, order="random", seed=ctas)
@@ -282,7 +347,8 @@ def test_each_of_many_tiles_is_computed_once_whoever_takes_it(
     assert min(Counter(drawn).values()) > 2 and list(drawn) != sorted(drawn)
     # Computed twice, a tile would be right as well.
     expected = emulator.run(build(facts).call, *c.arguments).counters
-    assert counts.tma_store_bytes == expected.tma_store_bytes == c.o.nbytes
+    written = c.o.nbytes + c.lse.nbytes + 4 * (16 + 1)  # the counter is drawn from and cleared
+    assert counts.st_global_bytes == expected.st_global_bytes == written
     assert counts.tma_load_bytes == expected.tma_load_bytes
     assert counts.tensor_flops == expected.tensor_flops
 

@@ -17,6 +17,8 @@ FACTS = [
     replace(CAUSAL, head_dim=64, head_dim_v=64, short=True),
     replace(CAUSAL, head_dim=64, head_dim_v=64, causal=False),
     replace(CAUSAL, head_dim=192),
+    replace(CAUSAL, head_dim=256, head_dim_v=256),
+    replace(CAUSAL, head_dim=256, head_dim_v=256, short=True),
     replace(CAUSAL, dtype="float16"),
     replace(CAUSAL, negative_scale=True),
 ]
@@ -92,15 +94,23 @@ def test_the_wait_for_o_comes_after_the_scale_of_o_is_known(facts: ForwardFacts)
 
 
 @pytest.mark.parametrize("facts", FACTS, ids=str)
-def test_lanes_touch_global_memory_for_lse_and_the_queue_alone(facts: ForwardFacts) -> None:
+def test_lanes_write_o_and_lse_and_read_nothing_of_global_memory(facts: ForwardFacts) -> None:
+    """Of O 16 bytes at once, from registers: shared memory is written for the queue alone."""
     compiled = build(facts)
     ptx = compiled.ptx
     assert compiled.count(r"ld\.global") == 0
-    stored = re.findall(r"st\.global\S*\s+\[\S+\], (\S+);", ptx)
+    assert compiled.count(r"st\.global\.v4\.b32") == 2 * -(-facts.head_dim_v // 32)
+    stored = re.findall(r"st\.global\.b32\s+\[\S+\], (\S+);", ptx)
     assert len(stored) == 3 and stored.count("0") == 1  # the counter; LSE: two rows a thread
     assert compiled.count(r"\b(atom|red)\.") == compiled.count(r"atom\.global\.add\.u32") == 1
-    stores = [m.start() for m in re.finditer(r"cp\.async\.bulk\.tensor\.4d\.global\.shared", ptx)]
-    assert len(stores) == -(-facts.head_dim_v // 64)  # a box is as wide as the swizzle
-    # What stmatrix wrote is made visible to the async proxy, then to the storing warp.
-    fence, last_write = ptx.index("fence.proxy.async"), ptx.rindex("stmatrix.")
-    assert last_write < fence < ptx.index("bar.sync", fence) < stores[0]
+    assert compiled.count(r"st\.global") == compiled.count(r"st\.global\.(v4\.)?b32")
+    assert compiled.count(r"stmatrix|cp\.async\.bulk\.tensor\.4d\.global") == 0
+
+
+@pytest.mark.parametrize("facts", FACTS, ids=str)
+def test_o_is_scaled_behind_a_vote_where_the_row_says_so(facts: ForwardFacts) -> None:
+    compiled = build(facts)
+    assert compiled.kernel.tiles.skip_unmoved == (facts.head_dim > 128 and not facts.short)
+    loops = 2 if facts.causal else 1
+    votes = loops if compiled.kernel.tiles.skip_unmoved else 0
+    assert compiled.count(r"vote\.sync\.any") == votes

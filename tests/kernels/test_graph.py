@@ -47,7 +47,7 @@ def test_named_barriers_do_not_overlap_and_leave_zero_alone(groups: int) -> None
         for first in [g.barrier(meeting.name)[0]]
         for i in range(meeting.count)
     ]
-    assert numbers == list(range(1, 1 + 2 * groups))
+    assert numbers == list(range(1, 1 + groups))
 
 
 def test_an_unknown_rendezvous_is_a_key_error() -> None:

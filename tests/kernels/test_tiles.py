@@ -2,11 +2,21 @@
 
 import dataclasses
 import itertools
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hopwell.kernels.tiles import FORWARD, HEAD_DIMS, Tiles, forward_tiles, padded_head_dim
+from hopwell.kernels.tiles import (
+    BACKWARD,
+    FORWARD,
+    HEAD_DIMS,
+    Tiles,
+    backward_tiles,
+    forward_tiles,
+    padded_head_dim,
+)
 from hopwell.layouts.hardware import registers_at_entry
 
 ROW = forward_tiles("sm_90a", 128, 128)
@@ -28,15 +38,14 @@ def test_sizes_of_a_row() -> None:
 
 
 @pytest.mark.parametrize("stages_q", [1, 2])
-def test_o_borrows_a_slab_that_holds_the_wider_of_q_and_o(stages_q: int) -> None:
+def test_shared_memory_holds_q_k_and_v_and_no_o(stages_q: int) -> None:
     wide_v = dataclasses.replace(ROW, head_dim=64, head_dim_v=192, tile_kv=64, stages_q=stages_q)
-    assert wide_v.slab_elements == 64 * 192
     assert wide_v.q_slabs == 2 * stages_q
-    assert wide_v.q_bytes == 128 * 64 * 2  # what TMA brings
-    assert wide_v.smem_bytes == 1024 + 2 * (stages_q * 128 * 192 + 2 * 64 * (64 + 192))
+    assert wide_v.q_bytes == 128 * 64 * 2
+    assert wide_v.smem_bytes == 1024 + 2 * (stages_q * 128 * 64 + 2 * 64 * (64 + 192))
     wide_q = dataclasses.replace(wide_v, head_dim=192, head_dim_v=64)
-    assert wide_q.slab_elements == wide_v.slab_elements
-    assert wide_q.smem_bytes == wide_v.smem_bytes
+    assert wide_q.q_bytes == 128 * 192 * 2
+    assert wide_q.smem_bytes == 1024 + 2 * (stages_q * 128 * 192 + 2 * 64 * (64 + 192))
 
 
 def test_a_q_has_a_second_stage_where_it_fits() -> None:
@@ -90,12 +99,19 @@ def test_every_pair_of_head_dims_has_tiles_of_its_own_within_its_row(short: bool
         assert row.short <= short
 
 
-def test_short_queries_have_tiles_of_two_warpgroups_up_to_head_dim_64() -> None:
+def test_short_queries_have_rows_of_their_own_up_to_head_dim_64_and_above_192() -> None:
+    """Up to 64 of two warpgroups, above 192 without the branch around the scaling of O."""
     for head_dim, head_dim_v in itertools.product(HEAD_DIMS, HEAD_DIMS):
         tiles = forward_tiles("sm_90a", head_dim, head_dim_v)
         short = forward_tiles("sm_90a", head_dim, head_dim_v, short=True)
         if max(head_dim, head_dim_v) <= 64:
             assert short.short and (short.tile_q, tiles.tile_q) == (128, 192)
+        elif max(head_dim, head_dim_v) > 192:
+            assert tiles.skip_unmoved
+            as_tiles = dataclasses.replace(
+                short, short=False, skip_unmoved=True, reason=tiles.reason
+            )
+            assert short.short and as_tiles == tiles
         else:
             assert short == tiles
         assert not tiles.short
@@ -141,3 +157,50 @@ def test_head_dims_are_rounded_to_the_depth_of_a_product(head_dim: int, columns:
 @pytest.mark.parametrize(("threads", "registers"), [(256, 256), (384, 168), (512, 128)])
 def test_registers_at_entry(threads: int, registers: int) -> None:
     assert registers_at_entry(threads) == registers
+
+
+@pytest.mark.parametrize("head_dim_v", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_backward_has_tiles_for_every_pair_of_head_dims(head_dim: int, head_dim_v: int) -> None:
+    tiles = backward_tiles("sm_90a", head_dim, head_dim_v)
+    assert (tiles.head_dim, tiles.head_dim_v) == (head_dim, head_dim_v)
+    assert tiles.q_columns >= head_dim and tiles.dq_columns >= tiles.q_columns
+    assert tiles.v_columns >= head_dim_v
+    # What the kernels' threads share among them comes out even.
+    assert tiles.tile_q * tiles.dq_columns % (4 * 128 * tiles.consumer_warpgroups) == 0
+    assert tiles.workspace_floats(2, 3, 1) == 6 * (tiles.tile_q * (tiles.dq_columns + 2) + 2)
+
+
+@pytest.mark.parametrize(
+    ("dims", "row"),
+    [
+        ((8, 8), (128, 128)),
+        ((128, 128), (128, 128)),
+        ((136, 8), (256, 256)),
+        ((192, 128), (256, 256)),
+    ],
+)
+def test_the_smallest_backward_row_that_holds_both_is_taken(
+    dims: tuple[int, int], row: tuple[int, int]
+) -> None:
+    assert backward_tiles("sm_90a", *dims).reason == backward_tiles("sm_90a", *row).reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"split": "rows"}, "split='rows'"),
+        ({"head_dim": 256, "head_dim_v": 256}, "smem_bytes="),
+        ({"registers_consume": 248}, "registers="),
+        ({"arch": "sm_80"}, "arch='sm_80'"),
+        ({"head_dim": 4}, "head_dim=4"),
+    ],
+)
+def test_a_backward_row_that_cannot_run_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(BACKWARD[0], **changes)
+
+
+def test_no_backward_row_is_a_lookup_error() -> None:
+    with pytest.raises(LookupError, match=r"sm_80 at head_dim=64"):
+        backward_tiles("sm_80", 64, 64)
