@@ -176,8 +176,8 @@ def backward(
     out and lse are taken as given: those of `forward`, or of more keys than k has, as in a ring,
     where they belong to the whole row and the gradients are the share of these keys.
 
-    Takes a float32 workspace for the time of the call: dq, and two numbers a row, with len_q
-    rounded up to 128 and head_dim to 64.
+    Takes a workspace for the time of the call: dq in float32 and two numbers a row, with len_q and
+    head_dim rounded up to 64, and two numbers for each 64 rows.
 
     Args:
         dout, out: of the shape and dtype that `forward` returns.
@@ -284,6 +284,6 @@ def _make_plan(
         deterministic, dlse = facts
         dims = q.shape[3], v.shape[3]
         kernel = BackwardFacts(DTYPE_NAMES[q.dtype], *dims, causal, deterministic, dlse is not None)
-        workspace = backward_workspace(arch, kernel, q.shape[0], q.shape[heads], q.shape[sequence])
+        workspace = backward_workspace(kernel, q.shape[0], q.shape[heads], q.shape[sequence], arch)
         call = compiling.launcher(backward_spec(arch, kernel), emulated=active() is not None).call
     return _Plan(workspace, 1 / math.sqrt(q.shape[3]), layout == "bhsd", call)
