@@ -34,6 +34,12 @@ class Cell:
         products = 2 * self.length**2 * (self.head_dim + self.head_dim_v)
         return self.batch * self.heads * products / (2 if self.causal else 1)
 
+    @property
+    def backward_flops(self) -> float:
+        """Of the five products of backward, one of which repeats forward's, counted as 2.5 times
+        forward whatever the head dims: what others count."""
+        return 2.5 * self.flops
+
     def inputs(
         self, device: str = "cuda", *, outliers: bool = False, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

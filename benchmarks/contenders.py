@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..interface import env
-from ..interface.functions import attention
+from ..interface.autograd import attention
 
 OURS = "hopwell"
 ROUNDS = 7
@@ -59,6 +59,35 @@ def contenders() -> tuple[list[Contender], list[str]]:
         else:
             found.append(Contender(name, _flash(call), _first))
     return found, absent
+
+
+@dataclass
+class Backward:
+    """A call of one contender's backward alone: (dq, dk, dv) for a normal dO, like O contiguous.
+
+    Forward runs in the first call, so that a contender without gradients fails there.
+    """
+
+    contender: Contender
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v
+    causal: bool
+    dout: torch.Tensor = field(init=False)
+    _leaves: tuple[torch.Tensor, ...] = field(init=False)
+    _out: torch.Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        q, k, v = self.inputs
+        self._leaves = tuple(tensor.detach().requires_grad_() for tensor in (q, k, v))
+        random = torch.Generator(q.device).manual_seed(1)
+        shape = (*q.shape[:3], v.shape[3])
+        dout = torch.randn(shape, generator=random, device=q.device)
+        self.dout = dout.to(q.dtype)
+
+    def __call__(self) -> tuple[torch.Tensor, ...]:
+        if self._out is None:
+            q, k, v = self._leaves
+            self._out = self.contender.out(self.contender.bind(q, k, v, self.causal)())
+        return torch.autograd.grad(self._out, self._leaves, self.dout, retain_graph=True)
 
 
 def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:

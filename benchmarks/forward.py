@@ -1,6 +1,7 @@
-"""Forward on this machine's GPU against its peers: the script behind every claim about speed.
+"""Attention on this machine's GPU against its peers: the script behind every claim about speed.
 
 python -m hopwell bench --preset grid --json results.json
+python -m hopwell bench --backward --preset grid
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.table import Table
 from ..interface import checks, env
 from . import accuracy, host
 from .cells import PRESETS, Cell, select
-from .contenders import OURS, ROUNDS, contenders, times
+from .contenders import OURS, ROUNDS, Backward, contenders, times
 
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "flash-attn-4", "fa3-fwd")
 
@@ -33,10 +34,16 @@ class Row:
     cell: Cell
     inputs: str  # a key of accuracy.INPUTS; plain ones where time is measured
     values: Mapping[str, float]
+    of: str = "out"  # what was measured: O and its pass; "gradients"; or one gradient's error
+
+    @property
+    def flops(self) -> float:
+        """Of the pass that was timed."""
+        return self.cell.flops if self.of == "out" else self.cell.backward_flops
 
     def tflops(self, name: str) -> float | None:
         """TFLOP/s of a contender whose value is a time; None if it cannot run the cell."""
-        return self.cell.flops / self.values[name] / 1e6 if name in self.values else None
+        return self.flops / self.values[name] / 1e6 if name in self.values else None
 
 
 Ratio = Callable[[Row], float | None]
@@ -94,10 +101,10 @@ def speed_table(rows: Sequence[Row], names: Sequence[str], title: str) -> Table:
 
 def error_table(rows: Sequence[Row], names: Sequence[str], title: str) -> Table:
     """RMS error of each contender, and ours over the best peer's; '-' where one cannot run."""
-    table = _table(title, "inputs", *names, "ours / best peer")
+    table = _table(title, "of", "inputs", *names, "ours / best peer")
     for row in rows:
         values = [_said(row.values.get(name), ".3e") for name in names]
-        table.add_row(str(row.cell), row.inputs, *values, _said(relative_error(row), ".3f"))
+        table.add_row(str(row.cell), row.of, row.inputs, *values, _said(relative_error(row), ".3f"))
     return table
 
 
@@ -106,7 +113,8 @@ def as_json(rows: Sequence[Row], ratio: Ratio, about: Mapping[str, Any]) -> str:
     found = [
         {
             **asdict(row.cell),
-            "flops": row.cell.flops,
+            "flops": row.flops,
+            "of": row.of,
             "inputs": row.inputs,
             "values": dict(row.values),
             "ratio": ratio(row),
@@ -154,6 +162,7 @@ def _numbers(_: click.Context, option: click.Parameter, text: str | None) -> tup
 @click.option("--preset", type=click.Choice(list(PRESETS)), default="grid", show_default=True)
 @click.option("--lengths", callback=_numbers, help="Only these: 1024,4096.")
 @click.option("--head-dims", callback=_numbers, help="Only these: 64,128.")
+@click.option("--backward", is_flag=True, help="Backward alone in place of forward.")
 @click.option("--accuracy", "accurate", is_flag=True, help="RMS errors in place of speed.")
 @click.option("--host", "on_host", is_flag=True, help="Host time of a call in place of speed.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write raw numbers there.")
@@ -161,11 +170,12 @@ def main(
     preset: str,
     lengths: tuple[int, ...],
     head_dims: tuple[int, ...],
+    backward: bool,
     accurate: bool,
     on_host: bool,
     file: Path | None,
 ) -> None:
-    """Measure forward on this machine's GPU beside cuDNN, FA3 and FA4."""
+    """Measure attention on this machine's GPU beside cuDNN, FA3 and FA4."""
     try:
         checks.gpu_to_measure()
     except RuntimeError as problem:
@@ -189,24 +199,30 @@ def main(
         with console.status(str(cell)):
             if accurate:
                 for inputs, outliers in accuracy.INPUTS.items():
-                    found = accuracy.errors(cell, there, outliers=outliers)
-                    rows.append(Row(cell, inputs, found))
+                    measured = accuracy.gradient_errors if backward else accuracy.errors
+                    for of, found in measured(cell, there, outliers=outliers).items():
+                        rows.append(Row(cell, inputs, found, of))
+                continue
+            q, k, v = cell.inputs()
+            if backward:
+                calls = {c.name: Backward(c, (q, k, v), cell.causal) for c in there}
             else:
-                q, k, v = cell.inputs()
                 calls = {c.name: c.bind(q, k, v, cell.causal) for c in there}
-                rows.append(Row(cell, next(iter(accuracy.INPUTS)), times(calls)))
+            plain, of = next(iter(accuracy.INPUTS)), "gradients" if backward else "out"
+            rows.append(Row(cell, plain, times(calls), of))
     ratio = relative_error if accurate else speedup
     device = torch.cuda.get_device_name()
+    which = "backward" if backward else "forward"
     if accurate:
-        console.print(error_table(rows, names, f"RMS error of O against float64, bf16, {device}"))
+        console.print(error_table(rows, names, f"RMS error against float64, bf16, {device}"))
     else:
-        console.print(speed_table(rows, names, f"forward, bf16, TFLOP/s, {device}"))
+        console.print(speed_table(rows, names, f"{which}, bf16, TFLOP/s, {device}"))
     said = [f"{name} {mean:.3f}" for name, mean in means(rows, ratio).items()]
     console.print(f"geometric means of the ratio: {', '.join(said)}")
     console.print(extreme(rows, ratio, max if accurate else min), markup=False)
     if file:
         measured = "rms_error" if accurate else "us"
-        about = _about(preset=preset, values=measured, rounds=ROUNDS)
+        about = _about(preset=preset, which=which, values=measured, rounds=ROUNDS)
         file.write_text(as_json(rows, ratio, about))
 
 

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from rich.table import Table
 
-from ..interface.functions import attention, forward
+from ..interface.autograd import attention
+from ..interface.functions import forward
 from .cells import Cell
 from .contenders import Call, Contender, cudnn_alone, runs
 

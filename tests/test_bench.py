@@ -22,6 +22,7 @@ from hopwell.benchmarks.contenders import OURS, Contender
 from hopwell.benchmarks.forward import Row, relative_error, speedup
 
 from .reference import attention as exact_attention
+from .reference import gradients as exact_gradients
 
 CELL = Cell(2, 1024, 4, 2, 64, 64, causal=False)
 CAUSAL = Cell(2, 4096, 4, 2, 192, 128, causal=True)
@@ -173,10 +174,45 @@ def test_errors_of_a_known_size() -> None:
         Contender("none", lambda *_: refuses, contenders._first),
         Contender("cuDNN", _on_the_cpu, lambda out: out.transpose(1, 2)),
     ]
-    found = accuracy.errors(cell, there, outliers=False, device="cpu")
+    found = accuracy.errors(cell, there, outliers=False, device="cpu")["out"]
     assert list(found) == ["exact", "off", "cuDNN"]
     assert found["exact"] < 1e-12 and found["off"] == pytest.approx(0.01)
     assert found["cuDNN"] < 1e-2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradient_errors_of_a_known_size(causal: bool) -> None:
+    """Of a contender in float64, of one that is 10 % off, and of one without gradients."""
+    cell = Cell(1, 40, 6, 2, 64, 32, causal)
+
+    def times(factor: float) -> Any:
+        def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
+            return lambda: (exact_attention(q, k, v, causal=causal).out * factor, None)
+
+        return bind
+
+    def without(*tensors: Any) -> Any:
+        return lambda: (exact_attention(*(t.detach() for t in tensors[:3])).out, None)
+
+    there = [
+        Contender("none", without, contenders._first),
+        Contender("exact", times(1.0), contenders._first),
+        Contender("off", times(1.1), contenders._first),
+    ]
+    found = accuracy.gradient_errors(cell, there, outliers=True, device="cpu")
+    assert list(found) == ["dq", "dk", "dv"]
+    q, k, v = cell.inputs("cpu", outliers=True)
+    dout = contenders.Backward(there[1], (q, k, v), causal).dout
+    right = exact_gradients(dout, q, k, v, causal=causal)
+    ours = right.dq[0, :, 3:], right.dk[0, :, 1], right.dv[0, :, 1]
+    for errors, gradient in zip(found.values(), ours, strict=True):
+        assert list(errors) == ["exact", "off"]
+        # Gradients arrive in bf16, whatever they were computed in.
+        assert 0 < errors["exact"] < 2**-8 * accuracy.rms(gradient)
+        assert errors["off"] == pytest.approx(0.1 * accuracy.rms(gradient), rel=0.05)
+    chunked = accuracy.gradients(dout[0, :, 3:], q[0, :, 3:], k[0, :, 1], v[0, :, 1], causal, 16)
+    for one, another in zip(chunked, ours, strict=True):
+        torch.testing.assert_close(one, another, atol=1e-12, rtol=1e-11)
 
 
 def _on_the_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
@@ -241,7 +277,11 @@ def test_the_command_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     there = [Contender(name, lambda *_: None, contenders._first) for name in (OURS, "cuDNN")]
     monkeypatch.setattr(forward, "contenders", lambda: (there, ["FA3 is left out"]))
     monkeypatch.setattr(forward, "times", lambda _: {OURS: 2.0, "cuDNN": 3.0})
-    monkeypatch.setattr(forward.accuracy, "errors", lambda *_, **__: {OURS: 2.0, "cuDNN": 1.0})
+    error = {OURS: 2.0, "cuDNN": 1.0}
+    monkeypatch.setattr(forward.accuracy, "errors", lambda *_, **__: {"out": error})
+    gradients = dict.fromkeys(("dq", "dk", "dv"), error)
+    monkeypatch.setattr(forward.accuracy, "gradient_errors", lambda *_, **__: gradients)
+    monkeypatch.setattr(forward, "Backward", lambda *_: None)
     monkeypatch.setattr(forward.host, "measure", lambda _: {"hopwell": 12.0})
     monkeypatch.setattr(Cell, "inputs", lambda _: (None, None, None))
 
@@ -256,6 +296,13 @@ def test_the_command_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(found["rows"]) == 4 and found["values"] == "us" and found["preset"] == "grid"
     said, found = run("--preset", "models", "--accuracy")
     assert "largest 2.000" in said and len(found["rows"]) == 12 and found["values"] == "rms_error"
+    said, found = run("--backward", "--lengths", "1024")
+    assert "backward, bf16" in said and "all 1.500" in said and found["which"] == "backward"
+    assert {row["flops"] / row["length"] ** 2 for row in found["rows"] if row["causal"]} == {
+        5.0 * 16 * 2048
+    }
+    said, found = run("--backward", "--accuracy", "--lengths", "1024")
+    assert len(found["rows"]) == 6 * 2 * 3 and found["rows"][2]["of"] == "dv"
     said, found = run("--host")
     assert found["host_us"] == {"hopwell": 12.0}
 

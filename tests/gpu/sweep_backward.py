@@ -1,0 +1,126 @@
+"""Random gradients on a GPU against float64: run by hand on the machine.
+
+    python -m tests.gpu.sweep_backward
+    compute-sanitizer --tool memcheck python -m tests.gpu.sweep_backward --cases 12
+
+Prints the failures and, for each dtype, the largest relative error of dq, dk and dv. Ends with
+status 1 if anything is off. `--emulated` tries the sweep itself without a GPU, on small problems.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+
+import click
+import torch
+
+import hopwell
+from hopwell.interface.demo import Case
+from hopwell.kernels.tiles import HEAD_DIMS
+
+from ..reference import gradients
+from .sweep import ARCH, Configuration, draw, place
+
+PAIRS = ((192, 128), (128, 96), (64, 128))  # of head_dim and head_dim_v, that models have
+# Of a gradient's norm: rounding P or dS, and the gradient, to 16 bits gives 0.6 of this.
+LIMITS = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def configurations() -> list[Configuration]:
+    """Every head_dim, and the pairs, with both masks; dtypes in turn."""
+    dims = [*((head_dim, head_dim) for head_dim in HEAD_DIMS), *PAIRS]
+    return [
+        Configuration(*one, (torch.bfloat16, torch.float16)[(i + causal) % 2], bool(causal))
+        for i, one in enumerate(dims)
+        for causal in (0, 1)
+    ]
+
+
+def build(one: Configuration) -> None:
+    """Compile forward and backward into the cache on disk."""
+    dims = (one.head_dim, one.head_dim_v)
+    hopwell.compile(ARCH, dtypes=[one.dtype], head_dims=[dims], causal=[one.causal], backward=True)
+
+
+def build_all(there: list[Configuration], jobs: int) -> None:
+    """One process each: the compiler is not for threads."""
+    start = time.perf_counter()
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(build, there))
+    print(f"{len(there)} configurations compiled in {time.perf_counter() - start:.0f} s")
+
+
+def errors(case: Case, device: str, how: str, layout: str, seed: int) -> dict[str, float]:
+    """Relative errors of dq, dk and dv of `attention`, inf where one holds a NaN."""
+    inputs = place(case.inputs(device), how)
+    dout = torch.randn(
+        (case.batch, case.len_q, case.heads, case.head_dim_v or case.head_dim),
+        generator=torch.Generator().manual_seed(seed),
+    ).to(device, case.dtype)
+    if layout == "bhsd":
+        leaves = [t.transpose(1, 2).detach().requires_grad_() for t in inputs]
+        out = hopwell.attention(*leaves, scale=case.scale, causal=case.causal, layout="bhsd")
+        found = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
+        found = tuple(t.transpose(1, 2) for t in found)
+    else:
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        out = hopwell.attention(*leaves, scale=case.scale, causal=case.causal)
+        found = torch.autograd.grad(out, leaves, dout)
+    right = gradients(dout.cpu(), *(t.cpu() for t in inputs), scale=case.scale, causal=case.causal)
+    named = {"dq": right.dq, "dk": right.dk, "dv": right.dv}
+    result: dict[str, float] = {}
+    for ours, (name, exact) in zip(found, named.items(), strict=True):
+        ours = ours.cpu().double()
+        norm = exact.norm().item()
+        error = (ours - exact).norm().item() / norm if norm else float(ours.abs().max() > 0)
+        result[name] = error if error == error else float("inf")
+    return result
+
+
+@click.command()
+@click.option("--cases", default=400, show_default=True, help="Shapes against float64.")
+@click.option("--jobs", default=os.cpu_count(), show_default=True, help="Compilers at once.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--longest", default=1000, show_default=True, help="Length of q and of k.")
+@click.option("--emulated", is_flag=True, help="Without a GPU: small shapes, on the emulator.")
+def main(cases: int, jobs: int, seed: int, longest: int, emulated: bool) -> None:
+    """Sweep random gradients on the current GPU."""
+    rng, there = random.Random(seed), configurations()
+    if emulated:
+        there, longest = rng.sample(there, min(3, cases)), 200
+    build_all(there, jobs)
+    worst: dict[torch.dtype, Counter[str]] = {dtype: Counter() for dtype in LIMITS}
+    failed, met = 0, Counter[str]()
+    with hopwell.emulate(ARCH) if emulated else contextlib.nullcontext():
+        for i in range(cases):
+            case = draw(rng, there[i % len(there)], longest)
+            # At the scales that forward is tried with P is 0 or 1, and dS all rounding.
+            case = replace(case, scale=rng.choice([None, None, -1 / case.head_dim**0.5, 0.01]))
+            how, layout = (
+                rng.choice(["plain", "transposed", "sliced"]),
+                rng.choice(["bshd", "bhsd"]),
+            )
+            found = errors(case, "cpu" if emulated else "cuda", how, layout, i)
+            for name, error in found.items():
+                worst[case.dtype][name] = max(worst[case.dtype][name], error)
+            if max(found.values()) > LIMITS[case.dtype]:
+                failed += 1
+                print("FAILED", case, how, layout, found)
+            met.update({how: 1, layout: 1, f"group {case.heads // case.heads_kv}": 1})
+    print(f"{cases} shapes in {len(there)} configurations, {failed} failed")
+    for dtype, largest in worst.items():
+        print(dtype, ", ".join(f"{name} {error:.2e}" for name, error in largest.items()))
+    print("among them:", ", ".join(f"{number} {what}" for what, number in sorted(met.items())))
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
