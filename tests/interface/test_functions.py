@@ -12,7 +12,7 @@ import torch
 import hopwell
 from hopwell.interface import compile as compiling
 from hopwell.interface import functions
-from hopwell.interface.demo import Case, Errors, measure
+from hopwell.interface.demo import Case, Errors, exact, measure
 from hopwell.interface.emulate import Emulation, active
 
 
@@ -252,3 +252,23 @@ def test_the_measure_of_the_demo_fails_what_is_wrong(emulation: Emulation) -> No
     assert not errors(case, out, lse.nan_to_num(neginf=0.0)).fine
     assert not errors(case, out.masked_fill(out == 0, 0.01), lse).fine
     assert not errors(case, out, lse.masked_fill(lse.isfinite(), math.nan)).fine
+
+
+@pytest.mark.parametrize(
+    ("size", "right", "wrong"),
+    [(1, 0.9e-4, 2e-4), (100, 0.9e-4, 2e-4), (120, 1.1e-4, 2e-4), (1000, 0.9e-3, 2e-3)],
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_measure_takes_errors_of_a_large_lse_relative_to_it(
+    size: float, right: float, wrong: float, sign: int
+) -> None:
+    """float32 cannot do better; one key, so that the LSE is its score."""
+    case = Case(1, 1, 1, 1, 1, 8, torch.bfloat16, causal=False, scale=1.0)
+    _, score, _ = exact(case, inputs(case))
+    case = replace(case, scale=sign * size / score.item())
+    out, lse, _ = exact(case, inputs(case))
+    assert lse.item() == pytest.approx(sign * size)
+    for error in (right, -right):
+        assert errors(case, out, lse + error).fine
+    for error in (wrong, -wrong, math.inf, math.nan):
+        assert not errors(case, out, lse + error).fine
