@@ -102,7 +102,11 @@ def attention(
     """
     if deterministic is not None:
         checks.raise_first(checks.deterministic_or_not(deterministic))
-    if torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in (q, k, v)):
+    try:
+        records = q.requires_grad or k.requires_grad or v.requires_grad
+    except AttributeError:  # not tensors, as the checks of `forward` will say
+        records = False
+    if records and torch.is_grad_enabled():
         out, lse = _Attention.apply(q, k, v, scale, causal, layout, deterministic)
     else:
         out, lse = forward(q, k, v, scale=scale, causal=causal, layout=layout)

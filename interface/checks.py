@@ -446,8 +446,12 @@ def gradients(tensors: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def no_capture(kernel: object) -> None:
+def no_capture(kernel: object, also: str = "") -> None:
     """Refuse to compile or load a kernel while the current stream captures a CUDA graph.
+
+    Args:
+        kernel: as the user is to read of it.
+        also: what `warmup` has to be told to load it.
 
     Raises:
         RuntimeError: it does; the capture goes on, unharmed.
@@ -456,7 +460,7 @@ def no_capture(kernel: object) -> None:
         raise RuntimeError(
             f"the current stream captures a CUDA graph, and this process has not loaded {kernel}; "
             "needs that before the capture; make the same call once, or "
-            "hopwell.warmup(head_dims=[...]), ahead of torch.cuda.graph"
+            f"hopwell.warmup(head_dims=[...]{also}), ahead of torch.cuda.graph"
         )
 
 

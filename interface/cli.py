@@ -71,9 +71,15 @@ def info(as_json: bool, kernels: bool, head_dims: list[Any] | None) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    """One line a row, columns as wide as their names."""
-    lines = [[str(row[name]).rjust(len(name)) for name in row] for row in rows]
-    return "\n".join("  ".join(line) for line in [list(rows[0]), *lines])
+    """One line a row, what is None stays empty."""
+    widths = {name: max(len(name), *(len(_cell(row[name])) for row in rows)) for name in rows[0]}
+    lines = [[_cell(row[name]).rjust(width) for name, width in widths.items()] for row in rows]
+    head = [name.rjust(width) for name, width in widths.items()]
+    return "\n".join("  ".join(line) for line in [head, *lines])
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else str(value)
 
 
 def _lines(value: Any) -> list[str]:
@@ -88,7 +94,10 @@ def _lines(value: Any) -> list[str]:
 @click.option("--arch", default=None, help="SM versions, separated by commas: sm_90a.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder; the cache if left out.")
 @_head_dims_option
-def compile_(arch: str | None, out: Path | None, head_dims: list[Any] | None) -> None:
+@click.option("--backward", is_flag=True, help="Also the kernels that compute gradients.")
+def compile_(
+    arch: str | None, out: Path | None, head_dims: list[Any] | None, backward: bool
+) -> None:
     """Compile kernels ahead of time, for common head dims unless told; needs no GPU."""
     from . import functions
 
@@ -97,6 +106,7 @@ def compile_(arch: str | None, out: Path | None, head_dims: list[Any] | None) ->
             arch.split(",") if arch else None,
             out=out,
             head_dims=head_dims or functions.COMMON_HEAD_DIMS,
+            backward=backward,
         )
     except (NotImplementedError, ValueError, OSError) as problem:
         raise click.ClickException(str(problem)) from problem

@@ -98,7 +98,7 @@ def launcher(spec: Spec, *, emulated: bool = False) -> Launcher:
     found = _launchers.get((spec, emulated))
     if found is None:
         if not emulated:
-            checks.no_capture(spec)
+            checks.no_capture(spec, ", backward=True" if spec.kernel == "backward" else "")
         with _lock:
             found = _launchers.get((spec, emulated))
             if found is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -186,6 +186,7 @@ def compile(
     dtypes: Sequence[torch.dtype] = checks.DTYPES,
     head_dims: HeadDims = COMMON_HEAD_DIMS,
     causal: Sequence[bool] = (False, True),
+    backward: bool = False,
 ) -> list[Entry]:
     """Compile kernels ahead of time into the cache; needs no GPU and loads nothing.
 
@@ -194,6 +195,8 @@ def compile(
         out: folder to write to in place of the cache; `load` it where the kernels shall run.
         dtypes, head_dims, causal: which variants; by default every one with a common head_dim.
             A head_dim is one for q, k and v, or a pair (of q and k, of v).
+        backward: also what computes the gradients of those; what sums them up in one order, or
+            takes a gradient of lse, is left to its first call.
 
     Returns:
         The kernels, compiled now or found there, with their folders and facts.
@@ -208,7 +211,7 @@ def compile(
     return [
         compiling.save(spec, store)
         for name in arches
-        for spec in _variants(checks.arch(name), dtypes, head_dims, causal, (False, True))
+        for spec in _variants(checks.arch(name), dtypes, head_dims, causal, (False, True), backward)
     ]
 
 
@@ -218,6 +221,7 @@ def warmup(
     dtypes: Sequence[torch.dtype] = checks.DTYPES,
     head_dims: HeadDims = COMMON_HEAD_DIMS,
     causal: Sequence[bool] = (False, True),
+    backward: bool = False,
 ) -> int:
     """Have kernels compiled and loaded in this process, so that no later call waits for it.
 
@@ -226,8 +230,8 @@ def warmup(
 
     Args:
         arch: SM version; by default HOPWELL_ARCH, else the GPU's, else "sm_90a".
-        dtypes, head_dims, causal: which variants, as for `compile`; those for a negative scale are
-            left to their first call.
+        dtypes, head_dims, causal, backward: which variants, as for `compile`; those for a negative
+            scale are left to their first call.
 
     Returns:
         How many kernels are ready.
@@ -237,14 +241,14 @@ def warmup(
         ValueError: no kernels for a head_dim.
     """
     name = checks.arch(arch or arch_for(None))
-    specs = _variants(name, dtypes, head_dims, causal, (False,))
+    specs = _variants(name, dtypes, head_dims, causal, (False,), backward)
     emulated = active() is not None
     here = not emulated and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
     for spec in specs:
         compiling.launcher(spec, emulated=emulated)
         if checks.arch_of(device) == name:
-            _launch(dict(spec.facts), device)
+            _launch(spec, device)
     return len(specs)
 
 
@@ -253,9 +257,10 @@ def export(
     arch: str | Sequence[str] | None = None,
     *,
     head_dims: HeadDims = COMMON_HEAD_DIMS,
+    backward: bool = False,
 ) -> list[Entry]:
     """`compile` the variants of `head_dims` into `folder`, to be `load`ed on another machine."""
-    return compile(arch, out=folder, head_dims=head_dims)
+    return compile(arch, out=folder, head_dims=head_dims, backward=backward)
 
 
 def load(folder: str | os.PathLike[str]) -> int:
@@ -357,14 +362,25 @@ def _make_plan(
     )
 
 
-def _launch(facts: Mapping[str, Any], device: torch.device) -> None:
-    """Run the kernel of these facts on one head, as few queries as it serves."""
-    len_q = 1 if facts["short"] or not facts["causal"] else SHORT_LEN_Q + 1
-    q, k, v = (
+def _launch(spec: compiling.Spec, device: torch.device) -> None:
+    """Run one kernel on one head: as few queries as it serves, and one key."""
+    facts: dict[str, Any] = dict(spec.facts)
+    causal, long = facts["causal"], facts["causal"] and not facts.get("short", True)
+    len_q = SHORT_LEN_Q + 1 if long else 1
+    q, k, v, out = (
         torch.zeros(1, length, 1, facts[name], dtype=getattr(torch, facts["dtype"]), device=device)
-        for length, name in ((len_q, "head_dim"), (1, "head_dim"), (1, "head_dim_v"))
+        for length, name in (
+            *((len_q, "head_dim"), (1, "head_dim")),
+            *((1, "head_dim_v"), (len_q, "head_dim_v")),
+        )
     )
-    forward(q, k, v, causal=facts["causal"])
+    if spec.kernel == "forward":
+        forward(q, k, v, causal=causal)
+    else:
+        from .autograd import backward  # which itself imports this module
+
+        lse = torch.zeros(1, 1, len_q, device=device)
+        backward(out, q, k, v, out, lse, causal=causal, deterministic=facts["deterministic"])
 
 
 def arch_for(device: torch.device | None) -> str:
@@ -411,10 +427,17 @@ def _variants(
     head_dims: HeadDims,
     causal: Sequence[bool],
     negative_scale: Sequence[bool],
+    backward: bool,
 ) -> list[compiling.Spec]:
     shapes = checks.head_dims(head_dims)
-    return [
+    found = [
         forward_spec(arch, ForwardFacts(DTYPE_NAMES[dtype], *dims, masked, negative, short))
         for dtype, dims, masked, negative in product(dtypes, shapes, causal, negative_scale)
         for short in {False, masked and forward_tiles(arch, *dims, short=True).short}
     ]
+    if backward:
+        found += [
+            backward_spec(arch, BackwardFacts(DTYPE_NAMES[dtype], *dims, masked))
+            for dtype, dims, masked in product(dtypes, shapes, causal)
+        ]
+    return found

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hopwell
 
 from .arch import hosts
 
+if TYPE_CHECKING:
+    from ..kernels.tiles import BackwardTiles, Tiles
+    from .compile import Spec
+
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "numpy")
+MAIN_BACKWARD = "BwdSm90"  # in the name of the one that computes, of the three of backward
 
 
 def collect() -> dict[str, Any]:
@@ -82,7 +87,7 @@ def _kernels() -> list[dict[str, Any]]:
         {
             "arch": arch,
             "forward": True,
-            "backward": False,
+            "backward": True,
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in checks.DTYPES],
             "head_dims": f"{checks.HEAD_DIM_NEEDED}; v may have another",
         }
@@ -91,49 +96,82 @@ def _kernels() -> list[dict[str, Any]]:
 
 
 def resources(arch: str, head_dims: Sequence[Any]) -> list[dict[str, Any]]:
-    """What the bf16 forward kernels take of an SM; compiles those that the cache lacks.
+    """What the bf16 kernels take of an SM; compiles those that the cache lacks.
+
+    Of the three kernels of a backward function the row is the main one's; what a kernel does not
+    have is None.
 
     Args:
         arch: SM version.
-        head_dims: as for `compile`; if empty, the largest that each row of the tile table serves.
+        head_dims: as for `compile`; if empty, the largest that each row of the tile tables serves.
     """
+    return [*_forward_resources(arch, head_dims), *_backward_resources(arch, head_dims)]
+
+
+def _forward_resources(arch: str, head_dims: Sequence[Any]) -> Iterator[dict[str, Any]]:
     from ..kernels import ForwardFacts
     from ..kernels.tiles import FORWARD, forward_tiles
-    from . import checks, env
-    from . import compile as compiling
-    from .cache import Store
+    from . import checks
     from .functions import forward_spec
 
     rows = [(row.head_dim, row.head_dim_v) for row in FORWARD if row.arch == arch]
-    store, found = Store(env.cache_dir()), []
     dims_there = dict.fromkeys(checks.head_dims(head_dims or rows))
     for dims, (causal, short) in product(dims_there, ((False, False), (True, False), (True, True))):
         tiles = forward_tiles(arch, *dims, short=short)
         if tiles.short != short:
             continue
         spec = forward_spec(arch, ForwardFacts("bfloat16", *dims, causal, short=short))
-        (used,) = compiling.save(spec, store).facts["resources"].values()
-        found.append(
-            {
-                "head_dim": tiles.head_dim,
-                "head_dim_v": tiles.head_dim_v,
-                "causal": causal,
-                "short": short,
-                "tile_q": tiles.tile_q,
-                "tile_kv": tiles.tile_kv,
-                "stages_q": tiles.stages_q,
-                "stages_k": tiles.stages_k,
-                "stages_v": tiles.stages_v,
-                "smem_bytes": tiles.smem_bytes,
-                "threads": tiles.threads,
-                "registers_entry": used["registers"],
-                "registers_load": tiles.registers_load,
-                "registers_consume": tiles.registers_consume,
-                "local_bytes": used["local_bytes"],
-                "local_instructions": used["local_instructions"],
-            }
-        )
-    return found
+        stages = (tiles.stages_q, tiles.stages_k, tiles.stages_v)
+        yield _resources(spec, tiles, short, stages, "")
+
+
+def _backward_resources(arch: str, head_dims: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    from ..kernels import BackwardFacts
+    from ..kernels.tiles import BACKWARD, backward_tiles
+    from . import checks
+    from .functions import backward_spec
+
+    rows = [(row.head_dim, row.head_dim_v) for row in BACKWARD if row.arch == arch]
+    for dims, causal in product(dict.fromkeys(checks.head_dims(head_dims or rows)), (False, True)):
+        tiles = backward_tiles(arch, *dims)
+        spec = backward_spec(arch, BackwardFacts("bfloat16", *dims, causal))
+        yield _resources(spec, tiles, None, (tiles.stages, None, None), MAIN_BACKWARD)
+
+
+def _resources(
+    spec: Spec,
+    tiles: Tiles | BackwardTiles,
+    short: bool | None,
+    stages: tuple[int | None, ...],
+    kernel: str,
+) -> dict[str, Any]:
+    """One row: of the only kernel whose name has `kernel` in it."""
+    from . import compile as compiling
+    from . import env
+    from .cache import Store
+
+    found = compiling.save(spec, Store(env.cache_dir())).facts["resources"]
+    (used,) = (usage for name, usage in found.items() if kernel in name)
+    stages_q, stages_k, stages_v = stages
+    return {
+        "kernel": spec.kernel,
+        "head_dim": tiles.head_dim,
+        "head_dim_v": tiles.head_dim_v,
+        "causal": dict(spec.facts)["causal"],
+        "short": short,
+        "tile_q": tiles.tile_q,
+        "tile_kv": tiles.tile_kv,
+        "stages_q": stages_q,
+        "stages_k": stages_k,
+        "stages_v": stages_v,
+        "smem_bytes": tiles.smem_bytes,
+        "threads": tiles.threads,
+        "registers_entry": used["registers"],
+        "registers_load": tiles.registers_load,
+        "registers_consume": tiles.registers_consume,
+        "local_bytes": used["local_bytes"],
+        "local_instructions": used["local_instructions"],
+    }
 
 
 def _cache() -> dict[str, Any]:

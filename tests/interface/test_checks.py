@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import hopwell
-from hopwell.interface import checks, functions
+from hopwell.interface import checks, functions, plans
+from hopwell.interface import compile as compiling
 from hopwell.kernels.tiles import SHORT_LEN_Q
 
 
@@ -206,8 +207,8 @@ INSIDE_EMULATE: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception]
         (q.clone().requires_grad_(), k, v),
         {},
         NotImplementedError,
-        "q require(s) grad; this version has the forward pass alone; call it under "
-        "torch.no_grad(), or pass .detach()ed tensors",
+        "q require(s) grad, which this function does not record; call hopwell.attention, which is "
+        "differentiable, or this one under torch.no_grad()",
     ),
     "out, shape": (
         (q, k, v),
@@ -259,6 +260,200 @@ def test_forward(case: str, emulated: None) -> None:
     with pytest.raises(error) as raised:
         hopwell.forward(*args, **options)
     assert str(raised.value) == text
+
+
+OUT, LSE = make(*Q), make(2, 4, 8, dtype=torch.float32)
+ONE_PAST_16 = make(math.prod(Q) + 8)[1:-7].view(Q)
+
+# Of backward: arguments in place of good ones, by name.
+BACKWARD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "not a tensor": (
+        {"dout": None},
+        TypeError,
+        "dout is a NoneType; needs a torch.Tensor; make one with torch.as_tensor or "
+        "torch.from_dlpack",
+    ),
+    "optional, not a tensor": (
+        {"dlse": 1.0},
+        TypeError,
+        "dlse is a float; needs a torch.Tensor; make one with torch.as_tensor or torch.from_dlpack",
+    ),
+    "rank": (
+        {"out": OUT[0]},
+        ValueError,
+        "out has 3 dimensions, shape (8, 4, 64); needs 4: batch, len, heads, head_dim; "
+        "add the missing ones with unsqueeze",
+    ),
+    "layout": (
+        {"layout": "sbhd"},
+        ValueError,
+        "layout is 'sbhd'; needs 'bshd' (batch, len, heads, head_dim) or "
+        "'bhsd' (batch, heads, len, head_dim); pass the one your tensors have",
+    ),
+    "dtype mix": (
+        {"dout": OUT.half()},
+        TypeError,
+        "q, k, v, dout and out differ in dtype: q torch.bfloat16, k torch.bfloat16, "
+        "v torch.bfloat16, dout torch.float16, out torch.bfloat16; needs one dtype; "
+        "cast with .to(q.dtype)",
+    ),
+    "devices": (
+        {"lse": make(2, 4, 8, dtype=torch.float32, device="meta")},
+        ValueError,
+        "tensors are on different devices: q on cpu, k on cpu, v on cpu, dout on cpu, out on cpu, "
+        "lse on meta; needs one device; move them to it",
+    ),
+    "heads": (
+        {"k": make(2, 16, 3, 64), "v": make(2, 16, 3, 64)},
+        ValueError,
+        "q has 4 heads and k has 3; needs q's heads to be a multiple of k's; "
+        "check that the layout is 'bshd', (batch, len, heads, head_dim)",
+    ),
+    "head_dim": (
+        {"v": make(2, 16, 2, 84), "out": make(2, 8, 4, 84), "dout": make(2, 8, 4, 84)},
+        NotImplementedError,
+        "v has head_dim 84; needs a multiple of 8 from 8 to 256; pad v with zeros up to 88, and "
+        "cut the output to its first 84 columns",
+    ),
+    "dout, shape": (
+        {"dout": make(2, 7, 4, 64)},
+        ValueError,
+        "dout has shape (2, 7, 4, 64); needs (2, 8, 4, 64); pass the gradient of what forward "
+        "returned for these q, k and v, in the layout 'bshd'",
+    ),
+    "out, shape": (
+        {"out": make(2, 8, 4, 128)},
+        ValueError,
+        "out has shape (2, 8, 4, 128); needs (2, 8, 4, 64); pass what forward returned for these "
+        "q, k and v, in the layout 'bshd'",
+    ),
+    "out, shape, bhsd": (
+        {"q": make(2, 4, 8, 64), "k": make(2, 2, 16, 64), "v": make(2, 2, 16, 64)}
+        | {"dout": make(2, 4, 8, 64), "layout": "bhsd"},
+        ValueError,
+        "out has shape (2, 8, 4, 64); needs (2, 4, 8, 64); pass what forward returned for these "
+        "q, k and v, in the layout 'bhsd'",
+    ),
+    "lse, shape": (
+        {"lse": make(2, 8, 4, dtype=torch.float32)},
+        ValueError,
+        "lse has shape (2, 8, 4); needs (2, 4, 8); pass what forward returned for these q, k and "
+        "v, in the layout 'bshd'",
+    ),
+    "lse, dtype": (
+        {"lse": make(2, 4, 8)},
+        TypeError,
+        "lse has dtype torch.bfloat16; needs torch.float32; pass what forward returned, or "
+        ".float()",
+    ),
+    "lse, strides": (
+        {"lse": make(2, 8, 4, dtype=torch.float32).transpose(1, 2)},
+        ValueError,
+        "lse has strides (32, 1, 4); needs to be contiguous, as forward returns it; "
+        "call lse.contiguous(), which copies",
+    ),
+    "dlse, shape": (
+        {"dlse": LSE[:1]},
+        ValueError,
+        "dlse has shape (1, 4, 8); needs (2, 4, 8); pass the gradient of what forward returned "
+        "for these q, k and v, in the layout 'bshd'",
+    ),
+    "dlse, dtype": (
+        {"dlse": LSE.double()},
+        TypeError,
+        "dlse has dtype torch.float64; needs torch.float32; pass the gradient of what forward "
+        "returned, or .float()",
+    ),
+    "dout, last stride": (
+        {"dout": make(2, 8, 64, 4).transpose(2, 3)},
+        ValueError,
+        "dout has stride 4 in head_dim; needs 1; call dout.contiguous(), which copies",
+    ),
+    "out, base": (
+        {"out": ONE_PAST_16},
+        ValueError,
+        "out starts at an address that is 2 bytes past a multiple of 16; needs an aligned start; "
+        "call out.clone(), which copies",
+    ),
+    "scale": (
+        {"scale": math.inf},
+        ValueError,
+        "scale is inf; needs a finite number that float32 holds; None means 1/sqrt(head_dim)",
+    ),
+    "causal": (
+        {"causal": 1},
+        TypeError,
+        "causal is a int; needs True or False; arbitrary masks are not supported: "
+        "use torch.nn.functional.scaled_dot_product_attention for those",
+    ),
+    "deterministic": (
+        {"deterministic": 1},
+        TypeError,
+        "deterministic is a int; needs True, False or None; "
+        "None follows torch.use_deterministic_algorithms",
+    ),
+    "dq, shape": (
+        {"dq": make(2, 8, 4, 128)},
+        ValueError,
+        "dq has shape (2, 8, 4, 128); needs (2, 8, 4, 64); make it with torch.empty, or leave dq "
+        "out",
+    ),
+    "dk, dtype": (
+        {"dk": make(*K, dtype=torch.float32)},
+        TypeError,
+        "dk has dtype torch.float32; needs torch.bfloat16; make it with "
+        "torch.empty(..., dtype=torch.bfloat16), or leave dk out",
+    ),
+    "dv, expanded": (
+        {"dv": make(1, 16, 2, 64).expand(K)},
+        ValueError,
+        "dv is an expanded view, with several elements at one address; needs memory for each; "
+        "make it with torch.empty, or leave dv out",
+    ),
+    "dq, base": (
+        {"dq": ONE_PAST_16},
+        ValueError,
+        "dq starts at an address that is 2 bytes past a multiple of 16; needs an aligned start; "
+        "call dq.clone(), which copies",
+    ),
+    "gradients": (
+        {"dout": OUT.clone().requires_grad_(), "lse": LSE.clone().requires_grad_()},
+        NotImplementedError,
+        "dout, lse require(s) grad, which this function does not record; call hopwell.attention, "
+        "which is differentiable, or this one under torch.no_grad()",
+    ),
+}
+
+
+@pytest.fixture
+def no_kernel(emulated: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What passes the checks is launched into nothing."""
+    launcher = compiling.Launcher(lambda *_: None, {})
+    monkeypatch.setattr(compiling, "launcher", lambda *_, **__: launcher)
+    plans.forget()
+    yield
+    plans.forget()
+
+
+@pytest.mark.parametrize("case", BACKWARD)
+def test_backward(case: str, no_kernel: None) -> None:
+    replaced, error, text = BACKWARD[case]
+    good: dict[str, Any] = {"dout": OUT, "q": q, "k": k, "v": v, "out": OUT, "lse": LSE}
+    with pytest.raises(error) as raised:
+        hopwell.backward(**good | replaced)
+    assert str(raised.value) == text
+
+
+def test_deterministic_of_attention(emulated: None) -> None:
+    """Checked where it is given, whether or not something is recorded."""
+    yes: Any = "yes"
+    for tensor in (q, q.clone().requires_grad_()):
+        with pytest.raises(TypeError) as raised:
+            hopwell.attention(tensor, k, v, deterministic=yes)
+        assert str(raised.value) == (
+            "deterministic is a str; needs True, False or None; "
+            "None follows torch.use_deterministic_algorithms"
+        )
 
 
 def test_cpu_tensors_without_emulate() -> None:

@@ -11,7 +11,7 @@ import torch
 
 import hopwell
 from hopwell.interface import compile as compiling
-from hopwell.interface import functions
+from hopwell.interface import functions, plans
 from hopwell.interface.demo import Case, Errors, exact, measure
 from hopwell.interface.emulate import Emulation, active
 
@@ -82,6 +82,12 @@ def test_common_head_dims_are_compiled_unless_others_are_named(
     assert dims() == {(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)}
     hopwell.export(tmp_path, "sm_90a", head_dims=[80, (8, 256)])
     assert dims() == {(80, 80), (8, 256)}
+    hopwell.export(tmp_path, "sm_90a", head_dims=[80, (8, 256)], backward=True)
+    made = [(spec.kernel, dict(spec.facts)) for spec in compiled]
+    assert dims() == {(80, 80), (8, 256)}
+    gradients = [facts for kernel, facts in made if kernel == "backward"]
+    assert len(gradients) == 2 * 2 * 2  # dtypes, head dims, masks
+    assert not any(facts["deterministic"] or facts["dlse"] for facts in gradients)
     with pytest.raises(ValueError, match=r"^head_dims has \(8, 12\); needs a multiple of 8"):
         hopwell.warmup("sm_90a", head_dims=[(8, 12)])
 
@@ -89,8 +95,8 @@ def test_common_head_dims_are_compiled_unless_others_are_named(
 def test_plans_are_forgotten_when_there_are_many(
     emulation: Emulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(functions, "_PLANS_KEPT", 3)
-    functions._plans.clear()
+    monkeypatch.setattr(plans, "KEPT", 3)
+    plans.forget()
     for length in range(5):
         hopwell.forward(*(torch.zeros(1, 1 + length, 1, 64, dtype=torch.float16) for _ in "qkv"))
     assert len(functions._plans) == 3

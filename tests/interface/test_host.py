@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import hopwell
-from hopwell.interface import checks, functions
+from hopwell.interface import autograd, checks, functions, plans
 from hopwell.interface import compile as compiling
+from hopwell.kernels import BackwardFacts, backward_workspace
 from hopwell.kernels.tiles import SHORT_LEN_Q
 
 from . import standin
@@ -26,11 +27,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     listed: Launches = []
     launcher = compiling.Launcher(lambda *arguments: listed.append(arguments), {})
     monkeypatch.setattr(checks, "_devices", lambda *_: iter(()))
-    monkeypatch.setattr(functions, "_arch", lambda _: "sm_90a")
+    for module in (functions, autograd):
+        monkeypatch.setattr(module, "arch_for", lambda _: "sm_90a")
     monkeypatch.setattr(compiling, "launcher", lambda *_, **__: launcher)
-    functions._plans.clear()
+    plans.forget()
     yield listed
-    functions._plans.clear()
+    plans.forget()
 
 
 @dataclass
@@ -105,6 +107,37 @@ def test_a_warmed_call_does_little(
     assert launches[0][6] is launches[1][6] and cuda.made == [device]
 
 
+def test_a_warmed_backward_does_little(launches: Launches) -> None:
+    """Four allocations, of the gradients and the workspace, and no check."""
+    q, k, v = inputs("bshd")
+    arguments = torch.ones_like(q), q, k, v, torch.ones_like(q), torch.ones(2, 4, 100)
+    hopwell.backward(*arguments)
+    seen = calls(lambda: hopwell.backward(*arguments))
+    assert len(launches) == 2
+    assert seen["empty_strided"] == 3 and seen["empty"] == 1 and seen["detach"] == 6
+    assert not {"_problems", "backward_workspace", "launcher"} & set(seen), seen
+
+
+def test_backward_launches_tensors_as_they_are(launches: Launches) -> None:
+    q, k, v, dout, out = (torch.ones(2, 4, 100, 64).half() for _ in range(5))
+    lse, dlse = torch.ones(2, 4, 100), torch.ones(2, 4, 100)
+    for deterministic, more in ((False, ()), (True, (dlse,))):
+        dq, dk, dv = hopwell.backward(
+            *(dout, q, k, v, out, lse),
+            layout="bhsd",
+            deterministic=deterministic,
+            dlse=more[0] if more else None,
+        )
+        *launched, workspace, scale, heads_first = launches.pop()
+        expected = (dout, q, k, v, out, lse, *more, dq, dk, dv)
+        pairs = zip(launched, expected, strict=True)
+        assert all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in pairs)
+        facts = BackwardFacts("float16", 64, 64, False, deterministic, bool(more))
+        assert workspace.shape == (backward_workspace(facts, 2, 4, 100),)
+        assert workspace.dtype == torch.float32 and scale == 0.125 and heads_first
+        assert all(gradient.is_contiguous() for gradient in (dq, dk, dv))
+
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_tensors_are_launched_as_they_are(layout: Any, launches: Launches) -> None:
     tensors = inputs(layout)
@@ -177,6 +210,16 @@ def test_a_capture_takes_a_loaded_kernel_and_refuses_another(
         "sm_90a (dtype float16); needs that before the capture; make the same call once, or "
         "hopwell.warmup(head_dims=[...]), ahead of torch.cuda.graph"
     )
+    with pytest.raises(RuntimeError) as raised:
+        compiling.launcher(
+            functions.backward_spec("sm_90a", BackwardFacts("float16", 64, 64, False))
+        )
+    assert str(raised.value) == (
+        "the current stream captures a CUDA graph, and this process has not loaded backward for "
+        "sm_90a (causal False, deterministic False, dlse False, dtype float16, head_dim 64, "
+        "head_dim_v 64); needs that before the capture; make the same call once, or "
+        "hopwell.warmup(head_dims=[...], backward=True), ahead of torch.cuda.graph"
+    )
 
 
 def test_warmup_launches_each_kernel_once_where_it_can_run(
@@ -196,25 +239,36 @@ def test_warmup_launches_each_kernel_once_where_it_can_run(
         assert scale == 80**-0.5 and counter.tolist() == [0] and not heads_first
 
 
+@pytest.mark.parametrize(("backward", "kernels"), [(False, 3), (True, 5)])
+@pytest.mark.parametrize("wanted", [False, True])
 def test_warmup_launches_the_kernels_that_it_compiled(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
+    backward: bool,
+    kernels: int,
+    wanted: bool,
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those for short queries and for others of one head_dim: on as many queries as each needs."""
+    """Those for short queries and for others of one head_dim: on as many queries as each needs.
+
+    Whether deterministic gradients are wanted changes nothing.
+    """
     compiled, launched = [], []
 
     def launcher(spec: compiling.Spec, *, emulated: bool) -> compiling.Launcher:
         compiled.append(spec)
         return compiling.Launcher(lambda q, *_: launched.append((spec, q.shape[1])), {})
 
+    monkeypatch.setenv("HOPWELL_DETERMINISTIC", str(int(wanted)))
     monkeypatch.setattr(compiling, "launcher", launcher)
     monkeypatch.setattr(checks, "arch_of", lambda _: "sm_90a")
-    assert hopwell.warmup("sm_90a", head_dims=[(64, 40)], dtypes=[torch.float16]) == 3
+    options: Any = {"head_dims": [(64, 40)], "dtypes": [torch.float16], "backward": backward}
+    assert hopwell.warmup("sm_90a", **options) == kernels
     assert {(spec, 1) for spec in compiled if not long(spec)} | {
         (spec, SHORT_LEN_Q + 1) for spec in compiled if long(spec)
     } == set(launched)
-    assert len(launched) == len(set(compiled)) == 3
+    assert len(launched) == len(set(compiled)) == kernels
 
 
 def long(spec: compiling.Spec) -> bool:
     facts = dict(spec.facts)
-    return bool(facts["causal"] and not facts["short"])
+    return bool(facts["causal"] and not facts.get("short", True))

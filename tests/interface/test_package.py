@@ -99,28 +99,37 @@ def test_a_name_that_is_not_there() -> None:
 def test_info_as_json() -> None:
     found = json.loads(command("info", "--json").output)
     assert found["hopwell"] == hopwell.__version__
+    assert found["kernels"][0]["forward"] is found["kernels"][0]["backward"] is True
     assert found["kernels"][0]["head_dims"] == "a multiple of 8 from 8 to 256; v may have another"
     assert [variable["name"] for variable in found["environment"]] == [v.name for v in env.TABLE]
 
 
 def test_info_lists_what_kernels_take_of_an_sm() -> None:
     found = json.loads(command("info", "--kernels", "--json", "--head-dims", "64,8/16").output)
-    named = ("head_dim", "head_dim_v", "causal", "short", "tile_q", "stages_q")
+    named = ("kernel", "head_dim", "head_dim_v", "causal", "short", "tile_q", "stages_q")
     assert [tuple(row[name] for name in named) for row in found] == [
-        (64, 64, False, False, 192, 2),
-        (64, 64, True, False, 192, 2),
-        (64, 64, True, True, 128, 2),
-        (8, 16, False, False, 192, 2),
-        (8, 16, True, False, 192, 2),
-        (8, 16, True, True, 128, 2),
+        ("forward", 64, 64, False, False, 192, 2),
+        ("forward", 64, 64, True, False, 192, 2),
+        ("forward", 64, 64, True, True, 128, 2),
+        ("forward", 8, 16, False, False, 192, 2),
+        ("forward", 8, 16, True, False, 192, 2),
+        ("forward", 8, 16, True, True, 128, 2),
+        ("backward", 64, 64, False, None, 64, 2),
+        ("backward", 64, 64, True, None, 64, 2),
+        ("backward", 8, 16, False, None, 64, 2),
+        ("backward", 8, 16, True, None, 64, 2),
     ]
     for row in found:
         entry, load, consume = (row[f"registers_{role}"] for role in ("entry", "load", "consume"))
         assert load < entry < consume
         assert row["local_bytes"] == row["local_instructions"] == 0
+        assert (row["stages_k"] is None) == (row["kernel"] == "backward")
     said = command("info", "--kernels", "--head-dims", "64").output.splitlines()
     assert said[0].split() == list(found[0])
-    assert said[1].split() == [str(value) for value in found[0].values()]
+    for line, row in zip(said[1:], [*found[:3], *found[6:8]], strict=True):
+        assert line.split() == [str(value) for value in row.values() if value is not None]
+    ends = [[match.end() for match in re.finditer(r"\S+", line)] for line in said]
+    assert ends[1] == ends[0] and set(ends[-1]) < set(ends[0])
 
 
 @pytest.mark.parametrize("option", ["82", "264", "x", "64/", "64/64/64"])
@@ -167,18 +176,30 @@ def test_compile_for_an_sm_version_without_kernels() -> None:
     assert run.output.startswith("Error: SM version is 'sm_80'; needs one that there are kernels")
 
 
+def test_compile_takes_backward_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[compiling.Spec] = []
+    entry = compiling.save(standin.spec(), Store(tmp_path))
+    monkeypatch.setattr(compiling, "save", lambda spec, store: compiled.append(spec) or entry)
+    for options, kernels in (((), {"forward"}), (("--backward",), {"forward", "backward"})):
+        assert command("compile", "--arch", "sm_90a", "--head-dims", "80", *options).exit_code == 0
+        assert {spec.kernel for spec in compiled} == kernels
+        compiled.clear()
+
+
 def test_compile_writes_what_load_takes(tmp_path: Path) -> None:
     entries = hopwell.compile(
-        "sm_90a", out=tmp_path, dtypes=[torch.float16], head_dims=[64], causal=[True]
+        "sm_90a", out=tmp_path, dtypes=[torch.float16], head_dims=[64], causal=[True], backward=True
     )
     made = [entry.facts["facts"] for entry in entries]
-    assert [(facts["negative_scale"], facts["short"]) for facts in made] == [
+    assert [(facts["negative_scale"], facts["short"]) for facts in made[:4]] == [
         (False, False),
         (False, True),
         (True, False),
         (True, True),
     ]
-    assert hopwell.load(tmp_path) == 4
+    assert [entry.facts["kernel"] for entry in entries] == ["forward"] * 4 + ["backward"]
+    assert len(entries[4].facts["resources"]) == 3  # what forward left, gradients, dq's dtype
+    assert hopwell.load(tmp_path) == 5
     compiling.forget()
 
 
