@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from ..kernels import BackwardFacts, backward_workspace
 from . import checks, env
@@ -98,7 +98,8 @@ def attention(
         of out that the kernels cannot read, such as the expanded one of a sum, is copied.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `forward`.
+        TypeError, ValueError, NotImplementedError: as `forward`; and from a backward pass through
+            its gradients, which have none.
     """
     if deterministic is not None:
         checks.raise_first(checks.deterministic_or_not(deterministic))
@@ -140,22 +141,48 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(ctx, *grad_outputs)
+        dout, dlse = grad_outputs
+        others = (None,) * 4  # scale, causal, layout, deterministic
+        if dout is None and dlse is None:
+            return (None, None, None, *others)
+        # With create_graph=True gradients are recorded here, and a loss may contain them.
+        compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = compute(ctx.options, dout, q, k, v, out, lse, dlse)
+        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+        return (*(gradient if needed else None for gradient, needed in wanted), *others)
 
 
-@once_differentiable
+class _Gradients(torch.autograd.Function):
+    """Gradients that know of the tensors they depend on, and that they have none of their own.
+
+    torch's `once_differentiable` forgets of a gradient that depends on q, k and v alone where it
+    came from, and a loss that contains it would go without what it contributes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, options: dict[str, Any], *tensors: Any
+    ) -> tuple[torch.Tensor, ...]:
+        return _gradients(options, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
+        checks.no_second_order()
+
+
 def _gradients(
-    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    """What `_Attention` returns backwards: for each of its arguments."""
-    others = (None,) * 4  # scale, causal, layout, deterministic
-    if dout is None and dlse is None:
-        return (None, None, None, *others)
-    q, k, v, out, lse = ctx.saved_tensors
+    options: dict[str, Any],
+    dout: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
     dout = torch.zeros_like(out) if dout is None else _readable(dout)
-    gradients = backward(dout, q, k, v, out, lse, dlse=dlse, **ctx.options)
-    wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-    return (*(gradient if needed else None for gradient, needed in wanted), *others)
+    return backward(dout, q, k, v, out, lse, dlse=dlse, **options)
 
 
 def backward(
@@ -214,6 +241,7 @@ def backward(
             type(causal),
             causal,
             layout,
+            type(deterministic),
             deterministic,
             emulation if emulation is None else emulation.arch,
         )

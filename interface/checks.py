@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -444,6 +444,15 @@ def gradients(tensors: Mapping[str, torch.Tensor]) -> None:
             f"{_listed(named)} require(s) grad, which this function does not record; "
             "call hopwell.attention, which is differentiable, or this one under torch.no_grad()"
         )
+
+
+def no_second_order() -> NoReturn:
+    """Raises NotImplementedError: gradients of gradients were asked for."""
+    raise NotImplementedError(
+        "a gradient of hopwell.attention is to be differentiated in turn; it is differentiable "
+        "once; use torch.nn.functional.scaled_dot_product_attention under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for second derivatives"
+    )
 
 
 def no_capture(kernel: object, also: str = "") -> None:
