@@ -18,7 +18,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
         [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout == "torch.Size([1, 300, 4, 64]) torch.Size([1, 4, 300])\n"
+    assert run.stdout == "torch.Size([1, 300, 4, 64]) torch.Size([1, 300, 4, 64])\n"
 
 
 def test_the_table_has_the_head_dims_there_are() -> None:
