@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -387,6 +388,16 @@ def test_a_new_length_batch_or_head_count_never_compiles(emulation: Emulation) -
             if exact.norm() > 1e-9:  # with a single key the scores do not matter
                 close(gradient, exact)
     assert compiling.counts.compiled == before
+
+
+def test_a_cleared_cache_is_cleared_of_backward(
+    emulation: Emulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw(*inputs(1, 1))
+    assert autograd._plans and any(spec.kernel == "backward" for spec, _ in compiling._launchers)
+    monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path))
+    assert hopwell.clear_cache() == 0
+    assert not autograd._plans and not compiling._launchers
 
 
 MISPLACED = torch.zeros(100 * 2 * 64 + 8, dtype=torch.float16)[1:-7].view(1, 100, 2, 64)
