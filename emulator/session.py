@@ -88,9 +88,12 @@ class Session:
             self._outputs, self._arguments = set(), None
         if outputs and self.options.check and not self._stopped:
             kernel = self.report.launches[-1].kernel if self.report.launches else "no launch"
+            unwritten = sorted(  # by argument, not by address
+                self._memory.unwritten(), key=lambda hole: (len(hole[0].name), hole[0].name)
+            )
             holes = [
                 f"{size} bytes of {extent.name} are never written, the first at index {at}"
-                for extent, size, at in self._memory.unwritten()
+                for extent, size, at in unwritten
             ]
             self._finish([Finding("unwritten output", text, kernel, "", "", 0) for text in holes])
         return result

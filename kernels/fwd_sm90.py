@@ -433,22 +433,30 @@ class FwdSm90:
         own_row, own_column = origin(share.mma_o, self.shape_o, share.thread)
         apart = offsets(share.mma_o, self.shape_o)
         lane, octets = own_column // 2, self.facts.head_dim_v // OCTET
-        head = args.o[None, None, rows.head, rows.batch]
-        pairs = rows_by_columns(rO)
+        words = rows_by_columns(cute.recast_tensor(rO, Int32))
         for r in cutlass.range_constexpr(cute.size(lse)):
+            # Lane i of a quad gets the whole of every fourth octet from octet i on: all take part.
+            own = [
+                quad_transposed([words[r, c] for c in range(octets)[first:][:QUAD_THREADS]], lane)
+                for first in range(0, octets, QUAD_THREADS)
+            ]
             row = rows.first + own_row + apart[r, 0][0]
-            exists = row < rows.mask.len_q
-            for first in cutlass.range_constexpr(0, octets, QUAD_THREADS):
-                words = cute.make_rmem_tensor(QUAD_THREADS, Int32)
-                words.fill(0)
-                for i in cutlass.range_constexpr(min(QUAD_THREADS, octets - first)):
-                    pair = cute.make_tensor(pairs[r, (None, first + i, 0)].iterator, 2)
-                    words[i] = cute.recast_tensor(pair, Int32)[0]
-                sixteen_bytes = quad_transposed(words, lane)  # all lanes take part
-                octet = first + lane
-                line = cute.domain_offset((row, octet * OCTET), head).iterator.align(OCTET * 2)
-                if exists and octet < octets:
-                    target = cute.make_tensor(cute.recast_ptr(line, dtype=Int32), QUAD_THREADS)
-                    target.store(sixteen_bytes.load())
-            if exists and own_column == 0:  # one lane of each quad
-                args.lse[rows.batch, rows.head, row] = lse[r]
+            if row < rows.mask.len_q:
+                line = args.o[row, None, rows.head, rows.batch]
+                for i in cutlass.range_constexpr(octets // QUAD_THREADS):
+                    store_octet(line, i * QUAD_THREADS + lane, own[i])
+                for i in cutlass.range_constexpr(octets // QUAD_THREADS, len(own)):
+                    if lane < octets % QUAD_THREADS:
+                        store_octet(line, i * QUAD_THREADS + lane, own[i])
+                if own_column == 0:  # one lane of each quad
+                    args.lse[rows.batch, rows.head, row] = lse[r]
+
+
+def store_octet(line: cute.Tensor, octet: Int32, words: list[Int32]) -> None:
+    """16 bytes of a row (columns) in global memory."""
+    place = cute.domain_offset(octet * OCTET, line).iterator.align(OCTET * ELEMENT_BYTES)
+    target = cute.make_tensor(cute.recast_ptr(place, dtype=Int32), len(words))
+    source = cute.make_rmem_tensor(len(words), Int32)
+    for i, word in enumerate(words):
+        source[i] = word
+    target.store(source.load())

@@ -136,5 +136,6 @@ def scale_rows(acc: cute.Tensor, factor: cute.Tensor) -> None:
 def divide_rows(acc: cute.Tensor, inverse: cute.Tensor) -> None:
     """The division by l. A row without a score becomes 0, even where 0 * V gave NaN."""
     for r in cutlass.range_constexpr(cute.size(inverse)):
-        for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-            acc[r, c] = Float32(0.0) if inverse[r] == 0.0 else acc[r, c] * inverse[r]
+        row = acc[r, None].load() * inverse[r]
+        zeros = cute.full_like(row, 0.0)
+        acc[r, None].store(cute.where(cute.full_like(row, inverse[r]) == 0.0, zeros, row))

@@ -142,46 +142,46 @@ FAULTS = [
     ),
     Fault(
         "the last row is not written",
-        {"exists = row < rows.mask.len_q": "exists = row < rows.mask.len_q - 1"},
+        {"if row < rows.mask.len_q:": "if row < rows.mask.len_q - 1:"},
         kind="unwritten output",
         message=r"64 bytes of argument 3 are never written, the first at index \(0, 199, 0, 0\)",
         line="",
     ),
     Fault(
         "a row too many is written",
-        {"exists = row < rows.mask.len_q": "exists = row <= rows.mask.len_q"},
+        {"if row < rows.mask.len_q:": "if row <= rows.mask.len_q:"},
         kind="out of bounds",
         message=r"write of 16 bytes of global memory at 0x\w+: 0 bytes past the end of argument 3",
         line="target.store(",
     ),
     Fault(
         "the LSE of rows that do not exist is written",
-        {"if exists and own_column == 0:": "if own_column == 0:"},
+        {
+            "                if own_column == 0:  # one lane of each quad\n    ": (
+                "            if own_column == 0:  # one lane of each quad\n"
+            )
+        },
         kind="out of bounds",
         message=r"write of 4 bytes of global memory at 0x\w+: 32 bytes past the end of argument 4",
         line="args.lse[rows.batch, rows.head, row] = lse[r]",
     ),
     Fault(
         "a column that no lane starts at writes LSE",
-        {"if exists and own_column == 0:": "if exists and own_column == 1:"},
+        {"if own_column == 0:": "if own_column == 1:"},
         kind="unwritten output",
         message=r"800 bytes of argument 4 are never written, the first at index \(0, 0, 0\)",
         line="",
     ),
     Fault(
         "the rows of O past the last 64 are not written",
-        {
-            "if exists and octet < octets:": (
-                "if rows.first + WGMMA_ROWS <= rows.mask.len_q and octet < octets:"
-            )
-        },
+        {"if row < rows.mask.len_q:": "if rows.first + WGMMA_ROWS <= rows.mask.len_q:"},
         kind="unwritten output",
         message=r"512 bytes of argument 3 are never written, the first at index \(0, 192, 0, 0\)",
         line="",
     ),
     Fault(
         "octets that do not fill a quad are not written",
-        {"(0, octets, QUAD_THREADS)": "(0, octets - octets % QUAD_THREADS, QUAD_THREADS)"},
+        {"(octets // QUAD_THREADS, len(own))": "(0)"},
         kind="unwritten output",
         message=r"3200 bytes of argument 3 are never written, the first at index \(0, 0, 0, 32\)",
         line="",
@@ -190,7 +190,7 @@ FAULTS = [
     ),
     Fault(
         "every lane of the last quad writes an octet, whether the row has it or not",
-        {"if exists and octet < octets:": "if exists:"},
+        {"if lane < octets % QUAD_THREADS:": "if lane < QUAD_THREADS:"},
         kind="out of bounds",
         message=r"write of 16 bytes of global memory at 0x\w+: 0 bytes past the end of argument 3",
         line="target.store(",
@@ -209,17 +209,17 @@ FAULTS = [
     Fault(
         "a lane's first column is taken for its place in the quad",
         {"lane, octets = own_column // 2,": "lane, octets = own_column,"},
-        kind="unwritten output",
-        message=r"6400 bytes of argument 3 are never written, the first at index \(0, 0, 0, 8\)",
-        line="",
+        kind="out of bounds",
+        message=r"write of 16 bytes of global memory at 0x\w+: \d+ bytes past the end of argument",
+        line="target.store(",
     ),
     Fault(
         "lanes whose octet does not exist take no part in the exchange",
         {
-            "sixteen_bytes = quad_transposed(words, lane)  # all lanes take part": "pass",
-            "                if exists and octet < octets:\n": (
-                "                if exists and octet < octets:\n"
-                "                    sixteen_bytes = quad_transposed(words, lane)\n"
+            "                    if lane < octets % QUAD_THREADS:\n": (
+                "                    if lane < octets % QUAD_THREADS:\n"
+                "                        rest = [words[r, c] for c in range(4 * i, octets)]\n"
+                "                        own[i] = quad_transposed(rest, lane)\n"
             ),
         },
         kind="deadlock",
