@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
-from torch.autograd.function import FunctionCtx
 
 from ..kernels import BackwardFacts, backward_workspace
 from . import checks, env
@@ -119,7 +118,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -131,7 +130,7 @@ class _Attention(torch.autograd.Function):
         out, lse = forward(q, k, v, scale=scale, causal=causal, layout=layout)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.options = {  # pyright: ignore
+        ctx.options = {
             "scale": scale,
             "causal": causal,
             "layout": layout,
@@ -161,9 +160,7 @@ class _Gradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, options: dict[str, Any], *tensors: Any
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> tuple[torch.Tensor, ...]:
         return _gradients(options, *tensors)
 
     @staticmethod

@@ -179,7 +179,7 @@ def tune(arguments: tuple[str, ...]) -> None:
 
 @_handed_on
 def bench(arguments: tuple[str, ...]) -> None:
-    """Time forward against its peers on this machine's GPU."""
+    """Time forward, or backward, against its peers on this machine's GPU."""
     from ..benchmarks import forward
 
     forward.main(list(arguments), prog_name="python -m hopwell bench")
