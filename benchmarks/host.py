@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from rich.table import Table
 
-from ..interface.autograd import attention
+from ..interface.autograd import attention, backward
 from ..interface.functions import forward
 from .cells import Cell
 from .contenders import Call, Contender, cudnn_alone, runs
@@ -27,7 +27,8 @@ NEEDED_US = 15.0  # what a warmed call of ours may take
 def measure(contenders: Sequence[Contender]) -> dict[str, float]:
     """Host microseconds of one warmed call, by what is called; of those that `run`.
 
-    Ours is also called in the other layout, through `forward`, and with given buffers.
+    Ours is also called in the other layout, through `forward` and `backward`, and with given
+    buffers.
     """
     q, k, v = CELL.inputs()
     heads_first = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
@@ -37,6 +38,7 @@ def measure(contenders: Sequence[Contender]) -> dict[str, float]:
         "hopwell, bhsd": partial(attention, *heads_first, layout="bhsd"),
         "hopwell.forward": partial(forward, q, k, v),
         "hopwell.forward, given buffers": partial(forward, q, k, v, out=out, lse=lse),
+        "hopwell.backward": partial(backward, out, q, k, v, out, lse),
     }
     with cudnn_alone():
         return {name: host_us(call) for name, call in calls.items() if runs(name, call)}

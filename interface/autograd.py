@@ -33,6 +33,7 @@ from .plans import Plans
 class _Plan:
     """What `backward` needs to know about one signature."""
 
+    made: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # shape and strides of dq, dk, dv
     workspace: int  # elements of float32
     scale: float  # 1/sqrt(head_dim)
     heads_first: bool  # the layout is bhsd
@@ -226,14 +227,14 @@ def backward(
     """
     emulation = active()
     if deterministic is None:
-        deterministic = (
-            torch.are_deterministic_algorithms_enabled() or env.DETERMINISTIC.value == "1"
-        )
-    buffers = (dq, dk, dv)
+        deterministic = torch.are_deterministic_algorithms_enabled() or env.deterministic()
+    inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if dlse is not None:
+        inputs["dlse"] = dlse
     try:
         signature = (
             *(described(t) for t in (dout, q, k, v, out, lse)),
-            *(t if t is None else described(t) for t in (dlse, *buffers)),
+            *(t if t is None else described(t) for t in (dlse, dq, dk, dv)),
             scale if scale is None else (type(scale), checks.holds(scale)),
             type(causal),
             causal,
@@ -242,36 +243,43 @@ def backward(
             deterministic,
             emulation if emulation is None else emulation.arch,
         )
+        records = any([t.requires_grad for t in inputs.values()])
         plan = _plans.get(signature)
     except (AttributeError, TypeError, RuntimeError):
         # Not tensors and numbers: the checks will say what is what.
         plan = signature = None
-    options = {
-        "scale": scale,
-        "causal": causal,
-        "layout": layout,
-        "deterministic": deterministic,
-        **{"dlse": dlse, "dq": dq, "dk": dk, "dv": dv},
-    }
+        records = True
+
+    def problems() -> Iterator[checks.Problem]:
+        return _problems(
+            *(dout, q, k, v, out, lse),
+            scale=scale,
+            causal=causal,
+            layout=layout,
+            deterministic=deterministic,
+            **{"dlse": dlse, "dq": given[0], "dk": given[1], "dv": given[2]},
+        )
+
+    given = (dq, dk, dv)
     if plan is None:
-        checks.raise_first(_problems(dout, q, k, v, out, lse, **options))
+        checks.raise_first(problems())
         plan = _make_plan(q, k, v, causal=causal, layout=layout, facts=(deterministic, dlse))
         if plan.call is not None:
             _plans.keep(signature, plan)
-    checks.gradients({"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse})
+    if records:
+        checks.gradients(inputs)
+        inputs = {name: t.detach() for name, t in inputs.items()}
 
+    device, dtype = q.device, q.dtype
     dq, dk, dv = (
-        torch.empty_strided(like.shape, contiguous(like.shape), dtype=q.dtype, device=q.device)
-        if buffer is None
-        else buffer
-        for buffer, like in zip(buffers, (q, k, v), strict=True)
+        torch.empty_strided(*plan.made[i], dtype=dtype, device=device) if buffer is None else buffer
+        for i, buffer in enumerate(given)
     )
     if plan.call is None:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    workspace = torch.empty(plan.workspace, dtype=torch.float32, device=q.device)
-    inputs = [t.detach() for t in (dout, q, k, v, out, lse, *(() if dlse is None else (dlse,)))]
+    workspace = torch.empty(plan.workspace, dtype=torch.float32, device=device)
     factor = plan.scale if scale is None else scale
-    arguments = (*inputs, dq, dk, dv, workspace, factor, plan.heads_first)
+    arguments = (*inputs.values(), dq, dk, dv, workspace, factor, plan.heads_first)
     try:
         if emulation is None:
             plan.call(*arguments)
@@ -279,7 +287,7 @@ def backward(
             emulation.launch(plan.call, *arguments, outputs=(dq, dk, dv))
     except Exception:
         # As in `forward`: the compiled function has checked what the signature leaves out.
-        problem = next(_problems(dout, q, k, v, out, lse, **options), None)
+        problem = next(problems(), None)
         if problem is None:
             raise
         raise problem.error(problem.text) from None
@@ -288,7 +296,9 @@ def backward(
 
 def _readable(dout: torch.Tensor) -> torch.Tensor:
     """dout itself, if the kernels can read it, else a copy."""
-    return dout if next(checks.memory("dout", dout), None) is None else dout.contiguous()
+    if next(checks.memory("dout", dout), None) is None:
+        return dout
+    return dout.clone(memory_format=torch.contiguous_format)
 
 
 def _problems(*tensors: Any, **options: Any) -> Iterator[checks.Problem]:
@@ -315,4 +325,10 @@ def _make_plan(
         kernel = BackwardFacts(DTYPE_NAMES[q.dtype], *dims, causal, deterministic, dlse is not None)
         workspace = backward_workspace(kernel, q.shape[0], q.shape[heads], q.shape[sequence], arch)
         call = compiling.launcher(backward_spec(arch, kernel), emulated=active() is not None).call
-    return _Plan(workspace, 1 / math.sqrt(q.shape[3]), layout == "bhsd", call)
+    return _Plan(
+        made=tuple((tuple(t.shape), contiguous(t.shape)) for t in (q, k, v)),
+        workspace=workspace,
+        scale=1 / math.sqrt(q.shape[3]),
+        heads_first=layout == "bhsd",
+        call=call,
+    )

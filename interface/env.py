@@ -59,6 +59,16 @@ def cache_enabled() -> bool:
     return CACHE.value != "0"
 
 
+def deterministic() -> bool:
+    """Whether gradients shall have the same bits in every run.
+
+    Raises:
+        ValueError: HOPWELL_DETERMINISTIC is neither 0 nor 1.
+    """
+    value = DETERMINISTIC.value
+    return value is not None and checks.choice(DETERMINISTIC.name, value, ("0", "1")) == "1"
+
+
 def progress() -> bool:
     """Whether to draw progress on stderr."""
     return PROGRESS.value == "1" if PROGRESS.value else sys.stderr.isatty()

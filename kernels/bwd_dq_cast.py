@@ -13,7 +13,7 @@ from cutlass.memory import SmemAllocator
 
 from ..layouts.fragments import accumulator, write_fragment
 from ..layouts.gmem import sequence_first, tma_tiles
-from ..layouts.hardware import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from ..layouts.hardware import NAMED_BARRIERS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from ..layouts.smem import allocate, row_major_stages, view
 from .bwd_sm90 import BwdSm90
 from .bwd_workspace import QUAD
@@ -85,7 +85,7 @@ class BwdDqCast:
         narrow(acc_dQ, rdQ)
         write_fragment(mma_dq, rdQ, sdQ[None, None, group], thread)
         cute.arch.fence_view_async_shared()  # TMA will read what was written here
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP_THREADS)
+        cute.arch.barrier(barrier_id=NAMED_BARRIERS[0] + group, number_of_threads=WARPGROUP_THREADS)
         there = cute.ceil_div(self.main.facts.head_dim, self.main.shape_dq[1])
         if thread < WARP_THREADS and group < there:  # a part may be padding altogether
             gdQ = cute.local_tile(

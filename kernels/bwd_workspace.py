@@ -75,7 +75,8 @@ class Workspace:
 class DqTurn:
     """The turn of one K/V tile to add to a part of dQ: the tiles come in the order of their keys.
 
-    CTAs start in that order too, so that nobody waits for one that has not begun.
+    CTAs start in that order too, so that nobody waits for one that has not begun. That they start
+    by their number is what GPUs do, not what CUDA promises.
     """
 
     counter: cute.Pointer  # int32, global: tiles that have had their turn

@@ -437,7 +437,9 @@ class FwdSm90:
         for r in cutlass.range_constexpr(cute.size(lse)):
             # Lane i of a quad gets the whole of every fourth octet from octet i on: all take part.
             own = [
-                quad_transposed([words[r, c] for c in range(octets)[first:][:QUAD_THREADS]], lane)
+                quad_transposed(
+                    [words[r, c] for c in range(octets)[first : first + QUAD_THREADS]], lane
+                )
                 for first in range(0, octets, QUAD_THREADS)
             ]
             row = rows.first + own_row + apart[r, 0][0]

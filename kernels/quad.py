@@ -1,7 +1,7 @@
 """Exchanges inside a quad: the four lanes that share the rows of an accumulator."""
 
 import cutlass.cute as cute
-from cutlass import Int32, select_
+from cutlass import Boolean, Int32, select_
 
 from ..layouts.hardware import QUAD_THREADS
 
@@ -24,7 +24,7 @@ def quad_transposed(row: list[Int32], lane: Int32) -> list[Int32]:
     return words
 
 
-def _exchanged(low: Int32, high: Int32, second: bool, distance: int) -> tuple[Int32, Int32]:
+def _exchanged(low: Int32, high: Int32, second: Boolean, distance: int) -> tuple[Int32, Int32]:
     """The first of two lanes gives its high word for the other's low one."""
     came = cute.arch.shuffle_sync_bfly(select_(second, low, high), offset=distance)
     return select_(second, came, low), select_(second, high, came)

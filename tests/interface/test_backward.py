@@ -136,18 +136,20 @@ def test_only_some_inputs_require_grad(wanted: str, emulation: Emulation) -> Non
 
 
 def test_gradients_of_out_that_kernels_cannot_read(emulation: Emulation) -> None:
-    """That of a sum, expanded from one number, and one whose last stride is not 1."""
+    """Of a sum, expanded from one number; with another last stride; at any address, as of a cat."""
     dout, *given = inputs()
+    odd = torch.empty(dout.numel() + 3, dtype=dout.dtype)[3:].view(dout.shape).copy_(dout)
+    assert odd.data_ptr() % 16 and odd.is_contiguous()
     turned = torch.empty(1, 64, 2, 100, dtype=torch.float16).permute(0, 3, 2, 1).copy_(dout)
     assert turned.stride(-1) != 1
-    for gradient in (torch.ones_like(dout), turned):
+    for gradient in (torch.ones_like(dout), turned, odd):
         q, k, v = leaves(*given)
         out = hopwell.attention(q, k, v, deterministic=True)
-        if gradient is turned:
-            out.backward(turned)
+        if gradient is turned or gradient is odd:
+            out.backward(gradient)
         else:
             out.sum().backward()
-        expected = raw(gradient.contiguous(), *given)
+        expected = raw(gradient.clone(memory_format=torch.contiguous_format), *given)
         assert alike((q.grad, k.grad, v.grad), expected)
 
 
@@ -249,6 +251,9 @@ def test_who_chooses_the_deterministic_kernel(
         assert deterministic_kernel(monkeypatch) is expected
     monkeypatch.setenv("HOPWELL_DETERMINISTIC", "1")
     assert not deterministic_kernel(monkeypatch, deterministic=False)
+    monkeypatch.setenv("HOPWELL_DETERMINISTIC", "true")
+    with pytest.raises(ValueError, match=r"HOPWELL_DETERMINISTIC is 'true'; needs one of 0, 1"):
+        deterministic_kernel(monkeypatch)
 
 
 def test_torch_chooses_the_deterministic_kernel(

@@ -129,9 +129,14 @@ def run(
     views: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
     heads_first: bool = False,
     outputs: bool = True,
+    more: int = 0,
+    content: float = math.nan,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dv, every byte of which must be written; the workspace begins as NaN."""
+    """dq, dk and dv, every byte of which must be written.
+
+    The workspace has `more` elements than it needs, all of them `content`.
+    """
     inputs = [views(x) for x in (c.dout, c.q, c.k, c.v, e.out)]
     gradients = [views(torch.empty_like(x)) for x in (c.q, c.k, c.v)]
     if heads_first:
@@ -144,7 +149,7 @@ def run(
         e.lse,
         *((c.dlse,) if facts.dlse else ()),
         *gradients,
-        torch.full((floats,), math.nan),
+        torch.full((floats + more,), content),
         c.scale,
         heads_first,
         outputs=gradients if outputs else (),

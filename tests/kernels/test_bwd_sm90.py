@@ -94,8 +94,8 @@ def test_rows_with_nothing_to_attend_get_no_gradient() -> None:
 def test_a_workspace_may_be_larger_and_any_content() -> None:
     c = case(D64, 100, 100)
     e = exact(D64, c)
-    first = run(D64, c, e)
-    assert all(torch.equal(a, b) for a, b in zip(first, run(D64, c, e), strict=True))
+    first, second = run(D64, c, e), run(D64, c, e, more=1000, content=7.0)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("facts", [D64, D64_FULL], ids=["causal", "full"])
