@@ -180,6 +180,7 @@ def _gradients(
     dlse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     dout = torch.zeros_like(out) if dout is None else _readable(dout)
+    dlse = None if dlse is None else dlse.resolve_neg()
     return backward(dout, q, k, v, out, lse, dlse=dlse, **options)
 
 
@@ -278,7 +279,7 @@ def backward(
     if plan.call is None:
         return dq.zero_(), dk.zero_(), dv.zero_()
     workspace = torch.empty(plan.workspace, dtype=torch.float32, device=device)
-    factor = plan.scale if scale is None else scale
+    factor = plan.scale if scale is None else float(scale)
     arguments = (*inputs.values(), dq, dk, dv, workspace, factor, plan.heads_first)
     try:
         if emulation is None:
@@ -296,6 +297,7 @@ def backward(
 
 def _readable(dout: torch.Tensor) -> torch.Tensor:
     """dout itself, if the kernels can read it, else a copy."""
+    dout = dout.resolve_neg()  # a sign that torch keeps beside the tensor
     if next(checks.memory("dout", dout), None) is None:
         return dout
     return dout.clone(memory_format=torch.contiguous_format)

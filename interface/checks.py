@@ -172,7 +172,7 @@ def _kinds(tensors: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _layout(layout: Any) -> Iterator[Problem]:
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         yield Problem(
             ValueError,
             f"layout is {layout!r}; needs 'bshd' {LAYOUTS['bshd']} or 'bhsd' {LAYOUTS['bhsd']}; "

@@ -140,7 +140,7 @@ def forward(
         return out.zero_(), lse.fill_(-math.inf)
     if records:
         q, k, v = q.detach(), k.detach(), v.detach()
-    factor = plan.scale if scale is None else scale
+    factor = plan.scale if scale is None else float(scale)  # an int may be too large for 64 bits
     arguments = (q, k, v, out, lse, factor, _counter(out.device), plan.heads_first)
     try:
         if emulation is None:

@@ -153,6 +153,28 @@ def test_gradients_of_out_that_kernels_cannot_read(emulation: Emulation) -> None
         assert alike((q.grad, k.grad, v.grad), expected)
 
 
+def test_a_sign_that_torch_keeps_beside_a_gradient_counts(emulation: Emulation) -> None:
+    """As the imaginary part of a conjugate has one."""
+    dout, *given = inputs(100, 100)
+    q, k, v = leaves(*given)
+    out, lse = hopwell.attention(q, k, v, return_lse=True, deterministic=True)
+    negative = torch._neg_view(torch.ones_like(lse))
+    assert negative.is_neg() and (negative == -1).all()
+    found = torch.autograd.grad((out, lse), (q, k, v), (torch._neg_view(dout), negative))
+    out, lse = hopwell.forward(*given)
+    expected = hopwell.backward(
+        -dout, *given, out, lse, dlse=-torch.ones_like(lse), deterministic=True
+    )
+    assert alike(found, expected)
+
+
+def test_a_scale_may_be_an_int_of_any_size(emulation: Emulation) -> None:
+    _, q, k, v = inputs()
+    for scale in (10**19, -(10**19)):
+        some = hopwell.forward(torch.zeros_like(q), k, v, scale=scale)
+        assert alike(some, hopwell.forward(torch.zeros_like(q), k, v, scale=float(scale)))
+
+
 def test_a_view_of_a_projection_gets_its_gradient(emulation: Emulation) -> None:
     dout, *_ = inputs(100, 100)
     packed = normal(1, 100, 2, 3, 64).requires_grad_()

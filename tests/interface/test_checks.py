@@ -157,6 +157,13 @@ INSIDE_EMULATE: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception]
         "layout is 'sbhd'; needs 'bshd' (batch, len, heads, head_dim) or "
         "'bhsd' (batch, heads, len, head_dim); pass the one your tensors have",
     ),
+    "layout, a list": (
+        (q, k, v),
+        {"layout": ["bshd"]},
+        ValueError,
+        "layout is ['bshd']; needs 'bshd' (batch, len, heads, head_dim) or "
+        "'bhsd' (batch, heads, len, head_dim); pass the one your tensors have",
+    ),
     "scale": (
         (q, k, v),
         {"scale": torch.tensor(1.0)},
