@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -101,19 +101,12 @@ def gradients(
     Returns:
         dq, dk, dv in the shapes of q, k and v, float64.
     """
-    scale = 1 / math.sqrt(q.shape[2])
     k, v = k.double(), v.double()
     dq, dk, dv = torch.empty_like(q, dtype=torch.float64), torch.zeros_like(k), torch.zeros_like(v)
-    keys = torch.arange(len(k), device=k.device)
+    scale = 1 / math.sqrt(q.shape[2])
     for head in range(q.shape[1]):
-        for start in range(0, len(q), rows):
-            part = slice(start, start + rows)
-            some_q, some_do = q[part, head].double(), dout[part, head].double()
-            scores = scale * some_q @ k.T
-            if causal:
-                queries = start + torch.arange(len(scores), device=k.device)
-                scores.masked_fill_(keys > queries[:, None], -math.inf)
-            weights = scores.softmax(-1)
+        for part, some_q, weights in _weights(q[:, head], k, causal, rows):
+            some_do = dout[part, head].double()
             dv += weights.T @ some_do
             dp = some_do @ v.T
             ds = scale * weights * (dp - (weights * dp).sum(-1, keepdim=True))
@@ -135,17 +128,24 @@ def reference(
     Returns:
         (length, head_dim_v), float64.
     """
-    scale = 1 / math.sqrt(q.shape[1])
     k, v = k.double(), v.double()
+    return torch.cat([weights @ v for _, _, weights in _weights(q, k, causal, rows)])
+
+
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, rows: int
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Some rows at a time: which, q (rows, head_dim) and P (rows, length) of them, in float64."""
+    scale = 1 / math.sqrt(q.shape[1])
     keys = torch.arange(len(k), device=k.device)
-    parts = []
     for start in range(0, len(q), rows):
-        scores = scale * q[start : start + rows].double() @ k.T
+        part = slice(start, start + rows)
+        some = q[part].double()
+        scores = scale * some @ k.T
         if causal:
             queries = start + torch.arange(len(scores), device=k.device)
             scores.masked_fill_(keys > queries[:, None], -math.inf)
-        parts.append(scores.softmax(-1) @ v)
-    return torch.cat(parts)
+        yield part, some, scores.softmax(-1)
 
 
 def rms(difference: torch.Tensor) -> float:

@@ -325,7 +325,7 @@ def _make_plan(
         deterministic, dlse = facts
         dims = q.shape[3], v.shape[3]
         kernel = BackwardFacts(DTYPE_NAMES[q.dtype], *dims, causal, deterministic, dlse is not None)
-        workspace = backward_workspace(kernel, q.shape[0], q.shape[heads], q.shape[sequence], arch)
+        workspace = backward_workspace(arch, kernel, q.shape[0], q.shape[heads], q.shape[sequence])
         call = compiling.launcher(backward_spec(arch, kernel), emulated=active() is not None).call
     return _Plan(
         made=tuple((tuple(t.shape), contiguous(t.shape)) for t in (q, k, v)),

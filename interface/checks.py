@@ -135,9 +135,12 @@ def backward(
     yield from _head_dims(q.shape[3], v.shape[3])
     batch, len_q, heads, _ = q.shape
     of_out, of_lse = (batch, len_q, heads, v.shape[3]), (batch, heads, len_q)
-    yield from _returned("dout", dout, of_out, q.dtype, layout)
-    yield from _returned("out", out, of_out, q.dtype, layout)
-    yield from _returned("lse", lse, of_lse, torch.float32, layout)
+    returned = "what forward returned"
+    gradient = f"the gradient of {returned}"
+    yield from _returned("dout", dout, of_out, layout, gradient)
+    yield from _returned("out", out, of_out, layout, returned)
+    yield from _returned("lse", lse, of_lse, layout, returned)
+    yield from _float32("lse", lse, returned)
     if not lse.is_contiguous():
         yield Problem(
             ValueError,
@@ -145,7 +148,8 @@ def backward(
             "call lse.contiguous(), which copies",
         )
     if dlse is not None:
-        yield from _returned("dlse", dlse, of_lse, torch.float32, layout)
+        yield from _returned("dlse", dlse, of_lse, layout, gradient)
+        yield from _float32("dlse", dlse, gradient)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("dout", dout), ("out", out)):
         yield from memory(name, tensor)
     yield from _scale(scale)
@@ -383,19 +387,22 @@ def deterministic_or_not(deterministic: Any) -> Iterator[Problem]:
 
 
 def _returned(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, layout: str
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], layout: str, source: str
 ) -> Iterator[Problem]:
-    """Whether a tensor is what `forward` returned for these inputs, or a gradient of that."""
-    source = "the gradient of what forward returned" if name[0] == "d" else "what forward returned"
+    """Whether a tensor has the shape of what `forward` returned for these inputs."""
     if tuple(tensor.shape) != shape:
         yield Problem(
             ValueError,
             f"{name} has shape {_said(tensor.shape, layout)}; needs {_said(shape, layout)}; "
             f"pass {source} for these q, k and v, in the layout {layout!r}",
         )
-    if tensor.dtype != dtype and dtype == torch.float32:
+
+
+def _float32(name: str, tensor: torch.Tensor, source: str) -> Iterator[Problem]:
+    if tensor.dtype != torch.float32:
         yield Problem(
-            TypeError, f"{name} has dtype {tensor.dtype}; needs {dtype}; pass {source}, or .float()"
+            TypeError,
+            f"{name} has dtype {tensor.dtype}; needs torch.float32; pass {source}, or .float()",
         )
 
 

@@ -412,13 +412,16 @@ def _facts(
 
 
 def forward_spec(arch: str, facts: ForwardFacts) -> compiling.Spec:
-    fixed = tuple(sorted(asdict(facts).items()))
-    return compiling.Spec("forward", arch, fixed, lambda: forward_function(arch, facts))
+    return _spec("forward", arch, facts, forward_function)
 
 
 def backward_spec(arch: str, facts: BackwardFacts) -> compiling.Spec:
+    return _spec("backward", arch, facts, backward_function)
+
+
+def _spec(kernel: str, arch: str, facts: Any, function: Callable[..., Any]) -> compiling.Spec:
     fixed = tuple(sorted(asdict(facts).items()))
-    return compiling.Spec("backward", arch, fixed, lambda: backward_function(arch, facts))
+    return compiling.Spec(kernel, arch, fixed, lambda: function(arch, facts))
 
 
 def _variants(

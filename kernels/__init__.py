@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .tiles import BackwardTiles, Tiles, backward_tiles, forward_tiles
+from .tiles import Tiles, backward_tiles, forward_tiles
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,13 @@ class BackwardFacts:
 
 
 def backward_function(
-    arch: str, facts: BackwardFacts, tiles: BackwardTiles | None = None
+    arch: str, facts: BackwardFacts
 ) -> tuple[Callable[..., None], tuple[Any, ...], str]:
     """What `cute.compile` needs to build backward: one function that launches its three kernels.
 
     Args:
         arch: target, such as "sm_90a".
         facts: the compile-time facts.
-        tiles: in place of the row of the table, for these head dims.
 
     Returns:
         (function, arguments, options) for `cute.compile(function, *arguments, options=options)`.
@@ -126,19 +125,13 @@ def backward_function(
         raise NotImplementedError(f"no backward kernels for {arch}; there are some for sm_90a")
     from .backward import Backward
 
-    row = tiles or backward_tiles(arch, facts.head_dim, facts.head_dim_v)
-    function = Backward(facts, row)
+    function = Backward(facts, backward_tiles(arch, facts.head_dim, facts.head_dim_v))
     return function, function.fake_arguments(), f"--enable-tvm-ffi --gpu-arch {arch}"
 
 
 def backward_workspace(
-    facts: BackwardFacts,
-    batch: int,
-    heads_q: int,
-    len_q: int,
-    arch: str = "sm_90a",
-    tiles: BackwardTiles | None = None,
+    arch: str, facts: BackwardFacts, batch: int, heads_q: int, len_q: int
 ) -> int:
     """Elements of float32 that the function of these facts needs as its workspace."""
-    row = tiles or backward_tiles(arch, facts.head_dim, facts.head_dim_v)
-    return row.workspace_floats(batch, heads_q, len_q)
+    tiles = backward_tiles(arch, facts.head_dim, facts.head_dim_v)
+    return tiles.workspace_floats(batch, heads_q, len_q)

@@ -10,14 +10,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-from ..layouts.gmem import as_bshd
+from ..layouts.gmem import as_bshd, fake_heads
 from ..layouts.hardware import TMA_ALIGNMENT_BYTES
 from . import BackwardFacts
 from .bwd_dq_cast import BwdDqCast
 from .bwd_rowsum import BwdRowsum
 from .bwd_sm90 import BwdSm90
 from .bwd_workspace import Workspace
-from .tiles import ELEMENT_BYTES, BackwardTiles
+from .tiles import BackwardTiles
 
 
 class Backward:
@@ -38,18 +38,15 @@ class Backward:
         batch, second_q, third_q, second_kv, third_kv = (cute.sym_int() for _ in range(5))
         head_dim, head_dim_v = self.facts.head_dim, self.facts.head_dim_v
 
-        def four(second: Any, third: Any, columns: int) -> Any:
-            divisibility = TMA_ALIGNMENT_BYTES // ELEMENT_BYTES
-            strides = (cute.sym_int64(divisibility=divisibility) for _ in range(3))
-            shape = (batch, second, third, columns)
-            align = TMA_ALIGNMENT_BYTES
-            return make_fake_tensor(self.main.dtype, shape, (*strides, 1), assumed_align=align)
-
-        q, k, dq, dk = (
-            four(*extents, head_dim) for extents in ((second_q, third_q), (second_kv, third_kv)) * 2
+        dtype, of_q, of_kv = (
+            self.main.dtype,
+            (batch, second_q, third_q),
+            (batch, second_kv, third_kv),
         )
-        v, dv = (four(second_kv, third_kv, head_dim_v) for _ in range(2))
-        out, dout = (four(second_q, third_q, head_dim_v) for _ in range(2))
+        q, dq = (fake_heads(dtype, *of_q, head_dim) for _ in range(2))
+        k, dk = (fake_heads(dtype, *of_kv, head_dim) for _ in range(2))
+        v, dv = (fake_heads(dtype, *of_kv, head_dim_v) for _ in range(2))
+        out, dout = (fake_heads(dtype, *of_q, head_dim_v) for _ in range(2))
         rows = tuple(cute.sym_int() for _ in range(3))
         lse = make_fake_compact_tensor(Float32, rows, stride_order=(2, 1, 0))
         dlse = make_fake_tensor(Float32, rows, tuple(cute.sym_int64() for _ in range(3)))

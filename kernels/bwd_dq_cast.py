@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from ..layouts.fragments import accumulator, write_fragment
-from ..layouts.gmem import sequence_first, tma_tiles
+from ..layouts.gmem import tma_atom, tma_tiles
 from ..layouts.hardware import NAMED_BARRIERS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
 from ..layouts.smem import allocate, row_major_stages, view
 from .bwd_sm90 import BwdSm90
@@ -45,12 +45,8 @@ class BwdDqCast:
     @cute.jit
     def __call__(self, dq: cute.Tensor, sums: cute.Tensor, scale: Float32, stream):
         batch, len_q, heads, _ = dq.shape
-        store_dq, tma_dq = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(),
-            sequence_first(dq),
-            cute.select(self.smem_layout(), mode=[0, 1]),
-            self.main.shape_dq,
-        )
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        store_dq, tma_dq = tma_atom(store, dq, self.smem_layout(), self.main.shape_dq)
         self.kernel(Args(tma_dq, sums, store_dq, scale)).launch(
             grid=[cute.ceil_div(len_q, self.tiles.tile_q) * heads * batch, 1, 1],
             block=[WARPGROUP_THREADS * self.tiles.consumer_warpgroups, 1, 1],

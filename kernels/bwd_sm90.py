@@ -36,9 +36,11 @@ from ..layouts.fragments import (
     rows_by_columns,
     write_fragment,
 )
-from ..layouts.gmem import sequence_first, tma_tiles
+from ..layouts.gmem import tma_atom, tma_tiles
 from ..layouts.hardware import (
     L2_BYTES,
+    OCTET,
+    QUAD_THREADS,
     WARP_THREADS,
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
@@ -214,19 +216,19 @@ class BwdSm90:
     ):
         layouts = self.smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        load_q, tma_q = self.tma(load, q, layouts.q, self.shape_q)
-        load_k, tma_k = self.tma(load, k, layouts.k, self.shape_k)
-        load_v, tma_v = self.tma(load, v, layouts.v, self.shape_v)
-        load_do, tma_do = self.tma(load, do, layouts.do, self.shape_do)
-        store_dk, tma_dk = self.tma(store, dk, layouts.dk, (self.tiles.tile_kv, self.shape_q[1]))
-        store_dv, tma_dv = self.tma(store, dv, layouts.dv, self.shape_v)
+        load_q, tma_q = tma_atom(load, q, layouts.q, self.shape_q)
+        load_k, tma_k = tma_atom(load, k, layouts.k, self.shape_k)
+        load_v, tma_v = tma_atom(load, v, layouts.v, self.shape_v)
+        load_do, tma_do = tma_atom(load, do, layouts.do, self.shape_do)
+        store_dk, tma_dk = tma_atom(store, dk, layouts.dk, (self.tiles.tile_kv, self.shape_q[1]))
+        store_dv, tma_dv = tma_atom(store, dv, layouts.dv, self.shape_v)
         batch, len_kv, heads_kv, _ = k.shape
         order = TileOrder(
-            q_tiles=cute.ceil_div(len_kv, self.tiles.tile_kv),
+            tiles=cute.ceil_div(len_kv, self.tiles.tile_kv),
             heads=heads_kv,
             batch=batch,
             section=self.sequences_in_l2(q, k),
-            longest_first=self.facts.causal,
+            longest="first" if self.facts.causal else None,
         )
         tensors = tma_q, tma_k, tma_v, tma_do, tma_dk, tma_dv
         atoms = load_q, load_k, load_v, load_do, store_dk, store_dv
@@ -247,11 +249,6 @@ class BwdSm90:
         sequences = cutlass.max(Int32(L2_BYTES // row_bytes) // len_q, 1)
         fit = cutlass.max(sequences // (heads_q // heads_kv), 1)
         return cutlass.min(fit, batch * heads_kv)
-
-    def tma(self, op, tensor: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]):
-        """(atom, coordinates) for one stage of `layout`; boxes are clipped at sequence and head."""
-        stage = cute.select(layout, mode=[0, 1])
-        return cpasync.make_tiled_tma_atom(op, sequence_first(tensor), stage, shape)
 
     @cute.kernel
     def kernel(self, args: Args):
@@ -299,8 +296,6 @@ class BwdSm90:
         """The tile of this CTA. Under a causal mask the first one sees most queries."""
         number, _, _ = cute.arch.block_idx()
         tile, head, batch = args.order.locate(number)
-        if const_expr(self.facts.causal):
-            tile = args.order.q_tiles - 1 - tile
         right = Int32(0) if const_expr(self.facts.causal) else None
         mask = Mask(args.q.shape[0], args.k.shape[0], right)
         return Keys(tile * self.tiles.tile_kv, head, batch, mask)
@@ -401,13 +396,13 @@ class BwdSm90:
 
         def own_rows(rows: cute.Tensor) -> cute.Tensor:
             """(2, octets, stages): of every eight rows, the two that this thread has scores of."""
-            octets = self.shape_s[1] // 8
+            octets = self.shape_s[1] // OCTET
             layout = cute.make_layout(
-                (2, 4, octets, self.parts, cute.size(rows, mode=[1])),
-                stride=(1, 2, 8, 8 * octets, self.tiles.tile_q),
+                (2, QUAD_THREADS, octets, self.parts, cute.size(rows, mode=[1])),
+                stride=(1, 2, OCTET, OCTET * octets, self.tiles.tile_q),
             )
             apart = cute.make_tensor(rows.iterator, layout)
-            return apart[None, thread % 4, None, own_part, None]
+            return apart[None, thread % QUAD_THREADS, None, own_part, None]
 
         rows_s, tile_q = self.shape_s[1], self.tiles.tile_q
         sK = part(smem.k, (WGMMA_ROWS, self.shape_k[1]), own_keys, 0)

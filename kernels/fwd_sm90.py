@@ -22,18 +22,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from ..layouts.fragments import accumulator, as_operand_a, offsets, origin, rows_by_columns
-from ..layouts.gmem import sequence_first, tma_tiles
+from ..layouts.gmem import fake_heads, sequence_first, tma_atom, tma_tiles
 from ..layouts.hardware import (
     L2_BYTES,
     OCTET,
     QUAD_THREADS,
     SMS,
-    TMA_ALIGNMENT_BYTES,
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
     WGMMA_ROWS,
@@ -125,19 +124,11 @@ class FwdSm90:
         """Arguments for `cute.compile`: every extent and stride is free, strides have 64 bits."""
         batch, len_q, len_kv, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
 
-        def bshd(length: Any, heads: Any, head_dim: int) -> Any:
-            divisibility = TMA_ALIGNMENT_BYTES // ELEMENT_BYTES
-            strides = (cute.sym_int64(divisibility=divisibility) for _ in range(3))
-            shape = (batch, length, heads, head_dim)
-            return make_fake_tensor(
-                self.dtype, shape, (*strides, 1), assumed_align=TMA_ALIGNMENT_BYTES
-            )
-
         return (
-            bshd(len_q, heads_q, self.facts.head_dim),
-            bshd(len_kv, heads_kv, self.facts.head_dim),
-            bshd(len_kv, heads_kv, self.facts.head_dim_v),
-            bshd(len_q, heads_q, self.facts.head_dim_v),
+            fake_heads(self.dtype, batch, len_q, heads_q, self.facts.head_dim),
+            fake_heads(self.dtype, batch, len_kv, heads_kv, self.facts.head_dim),
+            fake_heads(self.dtype, batch, len_kv, heads_kv, self.facts.head_dim_v),
+            fake_heads(self.dtype, batch, len_q, heads_q, self.facts.head_dim_v),
             make_fake_compact_tensor(Float32, (batch, heads_q, len_q), stride_order=(2, 1, 0)),
             Float32(1.0),
             make_fake_compact_tensor(Int32, (1,)),
@@ -175,16 +166,17 @@ class FwdSm90:
         stream,
     ):
         layouts = self.smem_layouts()
-        load_q, tma_q = self.tma(q, layouts.q, self.shape_q)
-        load_k, tma_k = self.tma(k, layouts.k, self.shape_k)
-        load_v, tma_v = self.tma(v, layouts.v, self.shape_v)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        load_q, tma_q = tma_atom(load, q, layouts.q, self.shape_q)
+        load_k, tma_k = tma_atom(load, k, layouts.k, self.shape_k)
+        load_v, tma_v = tma_atom(load, v, layouts.v, self.shape_v)
         batch, len_q, heads_q, _ = q.shape
         order = TileOrder(
-            q_tiles=cute.ceil_div(len_q, self.tiles.tile_q),
+            tiles=cute.ceil_div(len_q, self.tiles.tile_q),
             heads=heads_q,
             batch=batch,
             section=self.sequences_in_l2(q, k),
-            longest_first=self.facts.causal,
+            longest="last" if self.facts.causal else None,
         )
         tensors, atoms = (tma_q, tma_k, tma_v, sequence_first(o), lse), (load_q, load_k, load_v)
         args = Args(*tensors, *atoms, scale, order, counter)
@@ -202,12 +194,6 @@ class FwdSm90:
         fit = cutlass.max(Int32(L2_BYTES // key_bytes) // len_kv, 1)
         # No more than there are: times the group, it would not fit an Int32 for very short keys.
         return cutlass.min(fit, batch * heads_kv) * (q.shape[2] // heads_kv)
-
-    def tma(self, tensor: cute.Tensor, layout: cute.ComposedLayout, shape: tuple[int, int]):
-        """(atom, coordinates) for one stage of `layout`; boxes are clipped at sequence and head."""
-        stage = cute.select(layout, mode=[0, 1])
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        return cpasync.make_tiled_tma_atom(load, sequence_first(tensor), stage, shape)
 
     @cute.kernel
     def kernel(self, args: Args):

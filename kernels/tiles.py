@@ -5,8 +5,10 @@ row has. A row is checked when it is made: shared memory, the register file, and
 tensor cores take. Nothing here imports the compiler, so tables can be read and printed anywhere.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
 
 from ..layouts.hardware import (
     REGISTERS_PER_THREAD,
@@ -33,38 +35,9 @@ def padded_head_dim(head_dim: int) -> int:
     return -(-head_dim // WGMMA_DEPTH) * WGMMA_DEPTH
 
 
-def _check_row(tiles: "Tiles | BackwardTiles") -> None:
-    """What a row is for: raises ValueError when there is no such thing."""
-    if tiles.arch not in SMEM_BYTES:
-        raise ValueError(f"arch={tiles.arch!r}: needs one of {sorted(SMEM_BYTES)}")
-    for name in ("head_dim", "head_dim_v"):
-        if getattr(tiles, name) not in HEAD_DIMS:
-            raise ValueError(
-                f"{name}={getattr(tiles, name)}: needs a multiple of {HEAD_DIMS.step} "
-                f"from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
-            )
-
-
-def _check_resources(tiles: "Tiles | BackwardTiles") -> None:
-    """Raises ValueError when an SM has not the registers or the shared memory."""
-    for name in ("registers_load", "registers_consume"):
-        if getattr(tiles, name) not in REGISTERS_PER_THREAD:
-            raise ValueError(f"{name}={getattr(tiles, name)}: needs a multiple of 8, 24 to 256")
-    entry = registers_at_entry(tiles.threads)
-    if not tiles.registers_load <= entry <= tiles.registers_consume:
-        raise ValueError(
-            f"registers_load={tiles.registers_load}, registers_consume={tiles.registers_consume}:"
-            f" setmaxnreg takes from and gives to {entry}"
-        )
-    if tiles.registers > entry * tiles.threads:
-        raise ValueError(f"registers={tiles.registers}: a CTA gets {entry * tiles.threads}")
-    if tiles.smem_bytes > SMEM_BYTES[tiles.arch]:
-        raise ValueError(f"smem_bytes={tiles.smem_bytes}: a CTA has {SMEM_BYTES[tiles.arch]}")
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Shape and resources of one Hopper kernel.
+@dataclass(frozen=True, kw_only=True)
+class Row(ABC):
+    """What a kernel of one producer warpgroup and some consumers takes of an SM.
 
     Raises ValueError, naming the field and its value, for a row that the SM cannot run.
     """
@@ -72,20 +45,69 @@ class Tiles:
     arch: str
     head_dim: int  # of Q and K
     head_dim_v: int  # of V and O
+    consumer_warpgroups: int
+    registers_load: int  # per thread of the producer warpgroup
+    registers_consume: int  # per thread of a consumer warpgroup
+    reason: str
+
+    def __post_init__(self) -> None:
+        if self.arch not in SMEM_BYTES:
+            raise ValueError(f"arch={self.arch!r}: needs one of {sorted(SMEM_BYTES)}")
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(self, name) not in HEAD_DIMS:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: needs a multiple of {HEAD_DIMS.step} "
+                    f"from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+                )
+        self.check_shape()
+        for name in ("registers_load", "registers_consume"):
+            if getattr(self, name) not in REGISTERS_PER_THREAD:
+                raise ValueError(f"{name}={getattr(self, name)}: needs a multiple of 8, 24 to 256")
+        entry = registers_at_entry(self.threads)
+        if not self.registers_load <= entry <= self.registers_consume:
+            raise ValueError(
+                f"registers_load={self.registers_load}, registers_consume={self.registers_consume}:"
+                f" setmaxnreg takes from and gives to {entry}"
+            )
+        if self.registers > entry * self.threads:
+            raise ValueError(f"registers={self.registers}: a CTA gets {entry * self.threads}")
+        if self.smem_bytes > SMEM_BYTES[self.arch]:
+            raise ValueError(f"smem_bytes={self.smem_bytes}: a CTA has {SMEM_BYTES[self.arch]}")
+
+    @abstractmethod
+    def check_shape(self) -> None:
+        """Raises ValueError for tiles that the tensor cores or the kernel do not take."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of one CTA: a producer warpgroup, then the consumers."""
+        return WARPGROUP_THREADS * (1 + self.consumer_warpgroups)
+
+    @property
+    def registers(self) -> int:
+        """Registers of one CTA once setmaxnreg has moved them to the consumers."""
+        consume = self.consumer_warpgroups * self.registers_consume
+        return WARPGROUP_THREADS * (self.registers_load + consume)
+
+    @property
+    @abstractmethod
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles(Row):
+    """Shape and resources of one forward kernel; each consumer warpgroup owns 64 rows of Q."""
+
     tile_kv: int  # keys of one K/V stage
-    consumer_warpgroups: int  # each owns 64 rows of Q
     stages_q: int
     stages_k: int
     stages_v: int
-    registers_load: int  # per thread of the producer warpgroup
-    registers_consume: int  # per thread of a consumer warpgroup
     ping_pong: bool  # consumer warpgroups take turns on the tensor cores
-    reason: str
     short: bool = False  # serves short queries under a causal mask, and no others
     skip_unmoved: bool = False  # O is not multiplied where no row of the warp has a new maximum
 
-    def __post_init__(self) -> None:
-        _check_row(self)
+    def check_shape(self) -> None:
         if self.tile_kv % WGMMA_DEPTH or not WGMMA_DEPTH <= self.tile_kv <= 256:
             raise ValueError(f"tile_kv={self.tile_kv}: needs a multiple of {WGMMA_DEPTH} up to 256")
         if self.consumer_warpgroups not in (1, 2, 3):
@@ -95,12 +117,6 @@ class Tiles:
         for name in ("stages_q", "stages_k", "stages_v"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: needs at least one stage")
-        _check_resources(self)
-
-    @property
-    def threads(self) -> int:
-        """Threads of one CTA: a producer warpgroup, then the consumers."""
-        return WARPGROUP_THREADS * (1 + self.consumer_warpgroups)
 
     @property
     def tile_q(self) -> int:
@@ -132,12 +148,6 @@ class Tiles:
         """Shared memory of one CTA."""
         k_and_v = self.stages_k * self.k_bytes + self.stages_v * self.v_bytes
         return BARRIER_BYTES + self.stages_q * self.q_bytes + k_and_v
-
-    @property
-    def registers(self) -> int:
-        """Registers of one CTA once setmaxnreg has moved them to the consumers."""
-        consume = self.consumer_warpgroups * self.registers_consume
-        return WARPGROUP_THREADS * (self.registers_load + consume)
 
 
 # Head dims of a row are the largest that it serves. S, P and O take tile_kv / 2 + tile_kv / 4 +
@@ -294,53 +304,31 @@ def forward_tiles(arch: str, head_dim: int, head_dim_v: int, short: bool = False
     Raises LookupError, listing the rows there are, when none of them does; ValueError when one
     holds them but they are no multiples of 8.
     """
-    rows = [row for row in FORWARD if row.arch == arch and row.short <= short]
-    holds = [row for row in rows if row.head_dim >= head_dim and row.head_dim_v >= head_dim_v]
-    if not holds:
-        raise LookupError(
-            f"no forward tiles for {arch} at head_dim={head_dim}, head_dim_v={head_dim_v}; "
-            f"its rows go up to {[(row.head_dim, row.head_dim_v) for row in rows]}"
-        )
-    smallest = min(holds, key=lambda row: (row.head_dim + row.head_dim_v, not row.short))
-    return replace(smallest, head_dim=head_dim, head_dim_v=head_dim_v)
+    rows = sorted((row for row in FORWARD if row.short <= short), key=lambda row: not row.short)
+    return _smallest("forward", rows, arch, head_dim, head_dim_v)
 
 
 SPLIT_COLUMNS = 64  # and multiples of them are split between two warpgroups
 
 
-@dataclass(frozen=True)
-class BackwardTiles:
+@dataclass(frozen=True, kw_only=True)
+class BackwardTiles(Row):
     """Shape and resources of the main kernel of Hopper's backward, two consumer warpgroups.
 
     The warpgroups split the K/V tile by `keys`: each has dK and dV of 64 keys, and P and dS stay in
     its registers. Or, where registers do not hold so much, by `columns`: each has half of the
     columns of dK and dV, computes half of the scores, and hands them over in shared memory.
-
-    Raises ValueError, naming the field and its value, for a row that the SM cannot run.
     """
 
-    arch: str
-    head_dim: int  # of Q and K
-    head_dim_v: int  # of V and O
     split: Literal["keys", "columns"]
-    registers_load: int  # per thread of the producer warpgroup
-    registers_consume: int  # per thread of a consumer warpgroup
-    reason: str
+    consumer_warpgroups: int = field(default=2, init=False)
 
-    def __post_init__(self) -> None:
-        _check_row(self)
+    def check_shape(self) -> None:
         if self.split not in ("keys", "columns"):
             raise ValueError(f"split={self.split!r}: needs 'keys' or 'columns'")
-        _check_resources(self)
 
-    consumer_warpgroups = 2
     tile_q = WGMMA_ROWS  # of one stage; P and dP of more rows do not fit beside dK and dV
     stages = 2  # of Q, dO, dS and P: one is read while the other is written
-
-    @property
-    def threads(self) -> int:
-        """Threads of one CTA: a producer warpgroup, then the consumers."""
-        return WARPGROUP_THREADS * (1 + self.consumer_warpgroups)
 
     @property
     def tile_kv(self) -> int:
@@ -407,12 +395,6 @@ class BackwardTiles:
         rings = self.stages * (self.q_bytes + self.do_bytes)
         return BARRIER_BYTES + self.k_bytes + self.v_bytes + rings + self.exchange_bytes
 
-    @property
-    def registers(self) -> int:
-        """Registers of one CTA once setmaxnreg has moved them to the consumers."""
-        consume = self.consumer_warpgroups * self.registers_consume
-        return WARPGROUP_THREADS * (self.registers_load + consume)
-
     def workspace_floats(self, batch: int, heads_q: int, len_q: int) -> int:
         """The dQ accumulator, LSE and D, in float32, and a turn for each warpgroup's part of dQ."""
         q_tiles = batch * heads_q * -(-len_q // self.tile_q)
@@ -452,11 +434,24 @@ def backward_tiles(arch: str, head_dim: int, head_dim_v: int) -> BackwardTiles:
     Raises LookupError, listing the rows there are, when none of them does; ValueError when one
     holds them but they are no multiples of 8.
     """
-    rows = [row for row in BACKWARD if row.arch == arch]
+    return _smallest("backward", BACKWARD, arch, head_dim, head_dim_v)
+
+
+AnyTiles = TypeVar("AnyTiles", Tiles, BackwardTiles)
+
+
+def _smallest(
+    which: str, table: Sequence[AnyTiles], arch: str, head_dim: int, head_dim_v: int
+) -> AnyTiles:
+    """The smallest row that holds these head dims, the first of two, as the tiles of exactly these.
+
+    Raises as the functions that call it say.
+    """
+    rows = [row for row in table if row.arch == arch]
     holds = [row for row in rows if row.head_dim >= head_dim and row.head_dim_v >= head_dim_v]
     if not holds:
         raise LookupError(
-            f"no backward tiles for {arch} at head_dim={head_dim}, head_dim_v={head_dim_v}; "
+            f"no {which} tiles for {arch} at head_dim={head_dim}, head_dim_v={head_dim_v}; "
             f"its rows go up to {[(row.head_dim, row.head_dim_v) for row in rows]}"
         )
     smallest = min(holds, key=lambda row: row.head_dim + row.head_dim_v)

@@ -1,8 +1,12 @@
 """Views of global memory: the order of modes that kernels see, and tiles for the TMA unit."""
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Boolean
 from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.runtime import make_fake_tensor
+from cutlass.cutlass_dsl import Numeric
 
 from .hardware import TMA_ALIGNMENT_BYTES
 
@@ -36,6 +40,31 @@ def sequence_first(tensor: cute.Tensor) -> cute.Tensor:
     mode of its own, at whose end TMA clips every box.
     """
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
+
+
+def fake_heads(
+    dtype: type[Numeric], batch: Any, second: Any, third: Any, columns: int
+) -> cute.Tensor:
+    """(batch, second, third, columns) for `cute.compile`: as TMA takes it, strides have 64 bits."""
+    divisibility = TMA_ALIGNMENT_BYTES * 8 // dtype.width
+    strides = (cute.sym_int64(divisibility=divisibility) for _ in range(3))
+    shape = (batch, second, third, columns)
+    return make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=TMA_ALIGNMENT_BYTES)
+
+
+def tma_atom(
+    op: Any, tensor: cute.Tensor, stages: cute.ComposedLayout, shape: tuple[int, int]
+) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """(atom, coordinates) to copy boxes of `shape`, clipped at the ends of sequence and head.
+
+    Args:
+        op: which way.
+        tensor: (batch, len, heads, dim), global.
+        stages: (rows, columns, stages) in shared memory, of boxes or of several side by side.
+        shape: (rows, columns) of a box.
+    """
+    stage = cute.select(stages, mode=[0, 1])
+    return cpasync.make_tiled_tma_atom(op, sequence_first(tensor), stage, shape)
 
 
 def tma_tiles(

@@ -1,6 +1,7 @@
 """The order in which CTAs take output tiles: one number stands for (batch, head, q_tile)."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import cutlass
 from cutlass import Int32
@@ -10,32 +11,34 @@ from cutlass import Int32
 class TileOrder:
     """Tiles in one line, so that no extent meets the limit of 65,535 of a grid's y and z.
 
-    Under a causal mask the last q_tile has most to do. Tiles then come longest first, so that the
-    short ones fill the gaps at the end, by sections of sequences whose K and V stay in the L2
-    cache. Otherwise q_tile runs fastest: CTAs that start together share K and V.
+    A tile is one of queries, or in backward of keys. Under a causal mask the last queries, and the
+    first keys, have most to do. Tiles then come longest first, so that the short ones fill the gaps
+    at the end, by sections of sequences whose operands stay in the L2 cache. Otherwise the tile
+    runs fastest: CTAs that start together share the operands of a sequence.
     """
 
-    q_tiles: Int32
+    tiles: Int32  # of a sequence
     heads: Int32
     batch: Int32
-    section: Int32  # sequences (a head of a batch each) whose K and V fit the L2 cache
-    longest_first: cutlass.Constexpr[bool]
+    section: Int32  # sequences (a head of a batch each) that fit the L2 cache together
+    longest: cutlass.Constexpr[Literal["first", "last"] | None]  # of a sequence; None: all alike
 
     @property
     def count(self) -> Int32:
         """Tiles in all."""
-        return self.q_tiles * self.heads * self.batch
+        return self.tiles * self.heads * self.batch
 
     def locate(self, number: Int32) -> tuple[Int32, Int32, Int32]:
-        """(q_tile, head, batch) of the tile with this number."""
-        if self.longest_first:
+        """(tile, head, batch) of the tile with this number."""
+        if self.longest is None:
+            sequence, tile = number // self.tiles, number % self.tiles
+        else:
             sequences = self.heads * self.batch
             section = cutlass.min(self.section, sequences)
-            first = number // (section * self.q_tiles) * section
-            rest = number - first * self.q_tiles
+            first = number // (section * self.tiles) * section
+            rest = number - first * self.tiles
             width = cutlass.min(section, sequences - first)  # the last section may be narrower
             rank = rest // width
-            sequence, q_tile = first + rest - rank * width, self.q_tiles - 1 - rank
-        else:
-            sequence, q_tile = number // self.q_tiles, number % self.q_tiles
-        return q_tile, sequence % self.heads, sequence // self.heads
+            sequence = first + rest - rank * width
+            tile = rank if self.longest == "first" else self.tiles - 1 - rank
+        return tile, sequence % self.heads, sequence // self.heads

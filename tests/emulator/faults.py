@@ -28,7 +28,20 @@ PACKAGE = Path(kernels.__file__).parents[1]
 FACTS = ForwardFacts("bfloat16", 32, 32, causal=False)
 CAUSAL = replace(FACTS, causal=True)
 # Small, to compile fast; two consumer warpgroups, so that everything that synchronises is there.
-TILES = Tiles("sm_90a", 32, 32, 32, 2, 2, 2, 2, 24, 240, ping_pong=True, reason="small")
+TILES = Tiles(
+    arch="sm_90a",
+    head_dim=32,
+    head_dim_v=32,
+    tile_kv=32,
+    consumer_warpgroups=2,
+    stages_q=2,
+    stages_k=2,
+    stages_v=2,
+    registers_load=24,
+    registers_consume=240,
+    ping_pong=True,
+    reason="small",
+)
 ONE_STAGE_Q = replace(TILES, stages_q=1, reason="small, and each Q waits for the one before it")
 SKIP_UNMOVED = replace(TILES, skip_unmoved=True)
 FIVE_OCTETS = replace(FACTS, head_dim_v=40)

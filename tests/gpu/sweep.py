@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import click
 import torch
@@ -73,17 +74,19 @@ def configurations(count: int, rng: random.Random) -> list[Configuration]:
     ]
 
 
-def build(one: Configuration) -> None:
+def build(one: Configuration, backward: bool) -> None:
     """Compile into the cache on disk."""
     dims = (one.head_dim, one.head_dim_v)
-    hopwell.compile(ARCH, dtypes=[one.dtype], head_dims=[dims], causal=[one.causal])
+    hopwell.compile(
+        ARCH, dtypes=[one.dtype], head_dims=[dims], causal=[one.causal], backward=backward
+    )
 
 
-def build_all(there: list[Configuration], jobs: int) -> None:
+def build_all(there: list[Configuration], jobs: int, backward: bool = False) -> None:
     """One process each: the compiler is not for threads."""
     start = time.perf_counter()
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(build, there))
+        list(pool.map(partial(build, backward=backward), there))
     print(f"{len(there)} configurations compiled in {time.perf_counter() - start:.0f} s")
 
 

@@ -10,13 +10,10 @@ status 1 if anything is off. `--emulated` tries the sweep itself without a GPU, 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import sys
-import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import click
@@ -27,7 +24,7 @@ from hopwell.interface.demo import Case
 from hopwell.kernels.tiles import HEAD_DIMS
 
 from ..reference import gradients
-from .sweep import ARCH, Configuration, draw, place
+from .sweep import ARCH, Configuration, build_all, draw, place
 
 PAIRS = ((192, 128), (128, 96), (64, 128))  # of head_dim and head_dim_v, that models have
 # Of a gradient's norm: rounding P or dS, and the gradient, to 16 bits gives 0.6 of this.
@@ -42,20 +39,6 @@ def configurations() -> list[Configuration]:
         for i, one in enumerate(dims)
         for causal in (0, 1)
     ]
-
-
-def build(one: Configuration) -> None:
-    """Compile forward and backward into the cache on disk."""
-    dims = (one.head_dim, one.head_dim_v)
-    hopwell.compile(ARCH, dtypes=[one.dtype], head_dims=[dims], causal=[one.causal], backward=True)
-
-
-def build_all(there: list[Configuration], jobs: int) -> None:
-    """One process each: the compiler is not for threads."""
-    start = time.perf_counter()
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(build, there))
-    print(f"{len(there)} configurations compiled in {time.perf_counter() - start:.0f} s")
 
 
 def errors(case: Case, device: str, how: str, layout: str, seed: int) -> dict[str, float]:
@@ -96,7 +79,7 @@ def main(cases: int, jobs: int, seed: int, longest: int, emulated: bool) -> None
     rng, there = random.Random(seed), configurations()
     if emulated:
         there, longest = rng.sample(there, min(3, cases)), 200
-    build_all(there, jobs)
+    build_all(there, jobs, backward=True)
     worst: dict[torch.dtype, Counter[str]] = {dtype: Counter() for dtype in LIMITS}
     failed, met = 0, Counter[str]()
     with hopwell.emulate(ARCH) if emulated else contextlib.nullcontext():
@@ -104,10 +87,8 @@ def main(cases: int, jobs: int, seed: int, longest: int, emulated: bool) -> None
             case = draw(rng, there[i % len(there)], longest)
             # At the scales that forward is tried with P is 0 or 1, and dS all rounding.
             case = replace(case, scale=rng.choice([None, None, -1 / case.head_dim**0.5, 0.01]))
-            how, layout = (
-                rng.choice(["plain", "transposed", "sliced"]),
-                rng.choice(["bshd", "bhsd"]),
-            )
+            how = rng.choice(["plain", "transposed", "sliced"])
+            layout = rng.choice(["bshd", "bhsd"])
             found = errors(case, "cpu" if emulated else "cuda", how, layout, i)
             for name, error in found.items():
                 worst[case.dtype][name] = max(worst[case.dtype][name], error)

@@ -134,7 +134,7 @@ def test_backward_launches_tensors_as_they_are(launches: Launches) -> None:
         pairs = zip(launched, expected, strict=True)
         assert all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in pairs)
         facts = BackwardFacts("float16", 64, 64, False, deterministic, bool(more))
-        assert workspace.shape == (backward_workspace(facts, 2, 4, 100),)
+        assert workspace.shape == (backward_workspace("sm_90a", facts, 2, 4, 100),)
         assert workspace.dtype == torch.float32 and scale == 0.125 and heads_first
         assert all(gradient.is_contiguous() for gradient in (dq, dk, dv))
 

@@ -142,7 +142,7 @@ def run(
     if heads_first:
         inputs, gradients = ([x.transpose(1, 2) for x in xs] for xs in (inputs, gradients))
     batch, len_q, heads_q, _ = c.q.shape
-    floats = backward_workspace(facts, batch, heads_q, len_q)
+    floats = backward_workspace("sm_90a", facts, batch, heads_q, len_q)
     emulator.run(
         build(facts)[0],
         *inputs,
