@@ -14,7 +14,7 @@ from cutlass.memory import SmemAllocator
 from ..layouts.fragments import accumulator, write_fragment
 from ..layouts.gmem import tma_atom, tma_tiles
 from ..layouts.hardware import NAMED_BARRIERS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from ..layouts.smem import allocate, row_major_stages, view
+from ..layouts.smem import allocate, row_major_stages, transposed, view
 from .bwd_sm90 import BwdSm90
 from .bwd_workspace import QUAD
 from .wgmma import narrow
@@ -25,7 +25,7 @@ class Args:
     """What crosses from host to device."""
 
     dq: cute.Tensor  # (len_q, head_dim, heads_q, batch), coordinates for its TMA atom
-    sums: cute.Tensor  # ((QUAD, thread, quads), warpgroup, q_tile, head, batch), float32
+    sums: cute.Tensor  # ((QUAD, thread, quads), block, q_tile, head, batch), float32
     store_dq: cute.CopyAtom
     scale: Float32
 
@@ -37,19 +37,21 @@ class BwdDqCast:
         self.main = main
         self.dtype = main.dtype
         self.tiles = main.tiles
+        columns, rows = main.tiles.dq_block
+        self.shape = rows, columns
 
     def smem_layout(self) -> cute.ComposedLayout:
-        """(rows, columns, warpgroup)."""
-        return row_major_stages(self.dtype, self.main.shape_dq, self.tiles.consumer_warpgroups)
+        """(rows, columns, block)."""
+        return row_major_stages(self.dtype, self.shape, self.tiles.dq_blocks)
 
     @cute.jit
     def __call__(self, dq: cute.Tensor, sums: cute.Tensor, scale: Float32, stream):
         batch, len_q, heads, _ = dq.shape
         store = cpasync.CopyBulkTensorTileS2GOp()
-        store_dq, tma_dq = tma_atom(store, dq, self.smem_layout(), self.main.shape_dq)
+        store_dq, tma_dq = tma_atom(store, dq, self.smem_layout(), self.shape)
         self.kernel(Args(tma_dq, sums, store_dq, scale)).launch(
             grid=[cute.ceil_div(len_q, self.tiles.tile_q) * heads * batch, 1, 1],
-            block=[WARPGROUP_THREADS * self.tiles.consumer_warpgroups, 1, 1],
+            block=[WARPGROUP_THREADS * self.tiles.dq_blocks, 1, 1],
             stream=stream,
             use_pdl=True,
         )
@@ -61,34 +63,33 @@ class BwdDqCast:
         sdQ = view(allocate(smem, self.dtype, cute.cosize(layout)), layout)
         number, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPGROUP_WARPS)
+        block = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPGROUP_WARPS)
         thread = thread % WARPGROUP_THREADS
         len_q, _, heads, _ = args.dq.shape
         tiles = cute.ceil_div(len_q, self.tiles.tile_q)
         q_tile, sequence = number % tiles, number // tiles
         head, batch = sequence % heads, sequence // heads
 
-        _, _, mma_dq = self.main.output_mmas()
-        acc_dQ = accumulator(mma_dq, self.main.shape_dq, Float32)
+        mma_dq = self.main.dq_mma()
+        acc_dQ = accumulator(mma_dq, self.tiles.dq_block, Float32)
         quads = cute.make_layout((QUAD, cute.size(acc_dQ) // QUAD))
         cute.arch.griddepcontrol_wait()
         cute.autovec_copy(
-            args.sums[(None, thread, None), group, q_tile, head, batch],
+            args.sums[(None, thread, None), block, q_tile, head, batch],
             cute.make_tensor(acc_dQ.iterator, quads),
         )
         acc_dQ.store(acc_dQ.load() * args.scale)
         rdQ = cute.make_rmem_tensor_like(acc_dQ, self.dtype)
         narrow(acc_dQ, rdQ)
-        write_fragment(mma_dq, rdQ, sdQ[None, None, group], thread)
+        write_fragment(mma_dq, rdQ, transposed(sdQ)[None, None, block], thread, True)
         cute.arch.fence_view_async_shared()  # TMA will read what was written here
-        cute.arch.barrier(barrier_id=NAMED_BARRIERS[0] + group, number_of_threads=WARPGROUP_THREADS)
-        there = cute.ceil_div(self.main.facts.head_dim, self.main.shape_dq[1])
-        if thread < WARP_THREADS and group < there:  # a part may be padding altogether
-            gdQ = cute.local_tile(
-                args.dq[None, None, head, batch], self.main.shape_dq, (None, None)
-            )
-            tile = gdQ[None, None, None, group]
+        cute.arch.barrier(barrier_id=NAMED_BARRIERS[0] + block, number_of_threads=WARPGROUP_THREADS)
+        each = self.tiles.tile_q // self.tiles.dq_rows
+        there = cute.ceil_div(self.main.facts.head_dim, self.shape[1])
+        if thread < WARP_THREADS and block // each < there:  # one may be padding altogether
+            gdQ = cute.local_tile(args.dq[None, None, head, batch], self.shape, (None, None))
+            tile = gdQ[None, None, None, block // each]
             tQsQ, tQgQ = tma_tiles(args.store_dq, sdQ, tile)
-            cute.copy(args.store_dq, tQsQ[None, group], tQgQ[None, q_tile])
+            cute.copy(args.store_dq, tQsQ[None, block], tQgQ[None, q_tile * each + block % each])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)

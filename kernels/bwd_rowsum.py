@@ -41,7 +41,7 @@ class BwdRowsum:
         self.tiles = tiles
         self.chunks = facts.head_dim_v // CHUNK
         self.lanes = 8 if self.chunks <= 16 else 16  # of a row
-        self.turns = tiles.consumer_warpgroups if facts.deterministic else 0
+        self.deterministic = facts.deterministic
         self.zeros = tiles.tile_q * tiles.dq_columns  # of dQ, for each CTA
 
     @cute.jit
@@ -74,7 +74,7 @@ class BwdRowsum:
 
     @cute.jit
     def clear(self, args: Args, number: Int32):
-        """Zeros for the part of dQ with this number, and for its turns."""
+        """Zeros for the part of dQ with this number, and for its turn."""
         thread, _, _ = cute.arch.thread_idx()
         zeros = cute.make_rmem_tensor(QUAD, Float32)
         zeros.fill(0.0)
@@ -85,8 +85,9 @@ class BwdRowsum:
             quad = i * THREADS + thread
             if (i + 1) * THREADS * QUAD <= self.zeros or quad < self.zeros // QUAD:
                 cute.autovec_copy(zeros, quads[None, quad])
-        if thread < self.turns:
-            (args.workspace.turns.iterator + number * self.turns + thread).store(Int32(0))
+        if const_expr(self.deterministic):
+            if thread == 0:
+                (args.workspace.turns.iterator + number).store(Int32(0))
 
     @cute.jit
     def sum_rows(self, args: Args, first: Int32, head: Int32, batch: Int32):

@@ -4,16 +4,16 @@ Data:    K, V once, then Q and dO tile by tile --TMA--> swizzled smem --wgmma-->
          registers, transposed: keys are rows --> P = exp2(S - LSE), dS = P (dP - D) in registers
          --wgmma--> dV += P dO and dK += dS Q in registers; dS --stmatrix--> smem --wgmma--> dQ in
          registers --red--> float32 in global memory, in fragment order (see bwd_workspace).
-Warps:   warpgroup 0 gives its registers away, and one warp of it issues every load. The two
-         consumer warpgroups split the K/V tile by keys, and P never leaves registers; or, for head
-         dims of which registers do not hold 64 keys, by columns: then each computes the scores of
-         half of the queries, P and dS go through smem, and each has half of the columns of dK, dV.
-Memory:  K and V stay; a ring each for Q with its LSE, and dO with its D; two tiles of dS (and P),
-         one read while the next is written. At the end dK and dV take the place of K and V.
-Overlap: the exponentials run under dP, dS is computed under dV and handed over under dK, and dQ is
-         added to global memory under S of the next tile, whose dP is issued before the step ends
-         (after FlashAttention-3, appendix B.1). Where operands die decides the order: dK comes
-         before dQ, so that S of the next tile finds the place of P and dS free, and dP that of dQ.
+Warps:   warpgroup 0 reduces: dQ is nobody else's business, so that no dK waits for it; between two
+         tiles one of its warps issues the loads. The two consumer warpgroups split the K/V tile by
+         keys, and P never leaves registers; or, for head dims of which registers do not hold 64
+         keys, by columns: then each computes the scores of half of the queries, P and dS go
+         through smem, and each has half of the columns of dK and dV.
+Memory:  K and V stay; a ring each for Q with its LSE and D, and dO; two tiles of dS (and P), one
+         read while the next is written. At the end dK and dV take the place of Q and dO.
+Overlap: P and dS are computed 16 queries at a time, and the products of each such slice run under
+         the next one, those of the other consumer and dQ of the last tile beside them. Where a
+         slice dies, its P and dS in 16 bits take its place: no register more than S and dP need.
 Order:   a CTA visits the query heads of its group one after the other, and in each the tiles of Q
          that see its keys, first those that need a mask; the loop over the others has none in it.
 """
@@ -44,8 +44,10 @@ from ..layouts.hardware import (
     WARP_THREADS,
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
+    WGMMA_DEPTH,
     WGMMA_ROWS,
 )
+from ..layouts.opaque import opaque
 from ..layouts.smem import allocate, row_major_stages, transposed, view
 from ..pipelines.backward_sm90 import backward_graph
 from ..pipelines.tile_order import TileOrder
@@ -88,10 +90,9 @@ class Smem:
     do: cute.Tensor  # (rows, columns, stages)
     p: cute.Tensor  # (rows, keys, stages); where P stays in registers, the same as ds
     ds: cute.Tensor  # (rows, keys, stages)
-    dk: cute.Tensor  # (keys, columns, 1), the place of k
-    dv: cute.Tensor  # (keys, columns, 1), the place of v
-    lse_log2: cute.Tensor  # (rows, stages), float32
-    rowsum: cute.Tensor  # (rows, stages), float32
+    dk: cute.Tensor  # (keys, columns, 1), in the place of q
+    dv: cute.Tensor  # (keys, columns, 1), in the place of do
+    rows: cute.Tensor  # (LSE and D, rows, stages), float32
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ class Share:
     """What one consumer warpgroup computes with, and holds across tiles of Q."""
 
     mma_s: cute.TiledMma
+    mma_slice: cute.TiledMma  # of the shape of a slice of S
     mma_dk: cute.TiledMma
     mma_dv: cute.TiledMma
-    mma_dq: cute.TiledMma
     tSrK: InSmem  # (mma, m, k)
     tSrQ: InSmem  # (mma, n, k, stage)
     tPrV: InSmem  # (mma, m, k)
@@ -110,18 +111,25 @@ class Share:
     tVrdO: InSmem  # (mma, n, k, stage)
     tKrdS: InSmem | None  # (mma, m, k, stage); None: in registers
     tKrQ: InSmem  # (mma, n, k, stage)
-    tQrdS: InSmem  # (mma, m, k, stage)
-    tQrK: InSmem  # (mma, n, k)
     sP: cute.Tensor  # (keys, rows, stages), this warpgroup's part
     sdS: cute.Tensor  # (keys, rows, stages), this warpgroup's part
-    lse_log2: cute.Tensor  # (2, row octets, stages): of the rows that this thread holds
-    rowsum: cute.Tensor  # (2, row octets, stages)
-    acc_S: cute.Tensor  # then P
-    acc_dP: cute.Tensor  # then dS
+    rows: cute.Tensor  # (LSE and D, 2, row octets, stages): of the rows that this thread holds
+    acc_S: cute.Tensor
+    acc_dP: cute.Tensor
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     scale_log2: Float32
     group: Int32  # this warpgroup among the consumers
+    thread: Int32  # in the warpgroup
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What the reducing warpgroup computes with: a block of dQ^T = K^T dS^T is 64 columns of dQ."""
+
+    mma: cute.TiledMma
+    tQrK: InSmem  # (mma, m, k, columns)
+    tQrdS: tuple[InSmem, ...]  # (mma, n, k, stage), for each part of the rows
     thread: Int32  # in the warpgroup
 
 
@@ -153,12 +161,13 @@ class BwdSm90:
         self.shape_ds = (tiles.tile_q, tiles.tile_kv)
         # Of one warpgroup:
         self.shape_s = (WGMMA_ROWS, tiles.tile_q // of_rows)
+        self.shape_slice = (WGMMA_ROWS, WGMMA_DEPTH)
         self.shape_dk = (WGMMA_ROWS, tiles.q_columns // of_columns)
         self.shape_dv = (WGMMA_ROWS, tiles.v_columns // of_columns)
-        self.shape_dq = (WGMMA_ROWS, tiles.dq_columns // groups)
         self.graph = backward_graph(
             consumer_warpgroups=groups,
             stages=tiles.stages,
+            ds_stages=tiles.ds_stages,
             k_bytes=tiles.k_bytes,
             v_bytes=tiles.v_bytes,
             q_bytes=tiles.q_bytes,
@@ -173,33 +182,30 @@ class BwdSm90:
         part_q, part_v = self.shape_dk[1], self.shape_dv[1]
         return SimpleNamespace(
             q=row_major_stages(dtype, self.shape_q, tiles.stages, part=part_q),
-            k=row_major_stages(dtype, self.shape_k, 1, part=self.shape_dq[1]),
+            k=row_major_stages(dtype, self.shape_k, 1, part=WGMMA_ROWS),
             v=row_major_stages(dtype, self.shape_v, 1),
             do=row_major_stages(dtype, self.shape_do, tiles.stages, part=part_v),
-            ds=row_major_stages(dtype, self.shape_ds, tiles.stages, part=WGMMA_ROWS),
+            ds=row_major_stages(dtype, self.shape_ds, tiles.ds_stages, part=WGMMA_ROWS),
             dk=row_major_stages(dtype, (tiles.tile_kv, tiles.q_columns), 1, part=part_q),
             dv=row_major_stages(dtype, self.shape_v, 1, part=part_v),
         )
 
-    def score_mma(self) -> cute.TiledMma:
+    def score_mma(self, shape: tuple[int, int]) -> cute.TiledMma:
         """S = K Q^T and dP = V dO^T of one warpgroup, from shared memory."""
         dtypes, one, k = (self.dtype,) * 2, (1, 1, 1), OperandMajorMode.K
-        return make_trivial_tiled_mma(*dtypes, k, k, Float32, one, self.shape_s)
+        return make_trivial_tiled_mma(*dtypes, k, k, Float32, one, shape)
 
-    def output_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
-        """dK += dS Q, dV += P dO, and dQ = dS K, of one warpgroup."""
+    def output_mma(self, shape: tuple[int, int]) -> cute.TiledMma:
+        """dK += dS Q or dV += P dO, of one warpgroup."""
         dtypes, one, k, mn = (self.dtype,) * 2, (1, 1, 1), OperandMajorMode.K, OperandMajorMode.MN
         source = warpgroup.OperandSource
         place = (k, source.RMEM) if self.by_keys else (mn, source.SMEM)
+        return make_trivial_tiled_mma(*dtypes, place[0], mn, Float32, one, shape, place[1])
 
-        def of_keys(shape: tuple[int, int]) -> cute.TiledMma:
-            return make_trivial_tiled_mma(*dtypes, place[0], mn, Float32, one, shape, place[1])
-
-        return (
-            of_keys(self.shape_dk),
-            of_keys(self.shape_dv),
-            make_trivial_tiled_mma(*dtypes, k, mn, Float32, one, self.shape_dq),
-        )
+    def dq_mma(self) -> cute.TiledMma:
+        """A block of dQ^T = K^T dS^T, from shared memory."""
+        dtypes, one, k, mn = (self.dtype,) * 2, (1, 1, 1), OperandMajorMode.K, OperandMajorMode.MN
+        return make_trivial_tiled_mma(*dtypes, mn, k, Float32, one, self.tiles.dq_block)
 
     @cute.jit
     def __call__(
@@ -266,8 +272,7 @@ class BwdSm90:
 
         if warp_index < WARPGROUP_WARPS:
             cute.arch.setmaxregister_decrease(tiles.registers_load)
-            if warp_index == 0:
-                self.load(args, edges, smem)
+            self.reduce(args, edges, smem)
         else:
             cute.arch.setmaxregister_increase(tiles.registers_consume)
             self.consume(args, edges, smem)
@@ -276,20 +281,20 @@ class BwdSm90:
         """All of it."""
         tiles, layouts = self.tiles, self.smem_layouts()
 
-        def rows(stages: int) -> cute.Tensor:
-            memory = allocator.allocate_array(Float32, tiles.tile_q * stages, byte_alignment=128)
-            return cute.make_tensor(memory, cute.make_layout((tiles.tile_q, stages)))
+        memory = allocator.allocate_array(
+            Float32, 2 * tiles.tile_q * tiles.stages, byte_alignment=128
+        )
+        rows = cute.make_tensor(memory, cute.make_layout((2, tiles.tile_q, tiles.stages)))
 
         def room(*sharing: cute.ComposedLayout) -> list[cute.Tensor]:
             memory = allocate(allocator, self.dtype, max(cute.cosize(x) for x in sharing))
             return [view(memory, layout) for layout in sharing]
 
-        lse_log2, rowsum = rows(tiles.stages), rows(tiles.stages)
-        sK, sdK = room(layouts.k, layouts.dk)
-        sV, sdV = room(layouts.v, layouts.dv)
-        (sQ,), (sdO,), (sdS,) = room(layouts.q), room(layouts.do), room(layouts.ds)
+        (sK,), (sV,), (sdS,) = room(layouts.k), room(layouts.v), room(layouts.ds)
+        sQ, sdK = room(layouts.q, layouts.dk)
+        sdO, sdV = room(layouts.do, layouts.dv)
         (sP,) = (sdS,) if self.by_keys else room(layouts.ds)
-        return Smem(sQ, sK, sV, sdO, sP, sdS, sdK, sdV, lse_log2, rowsum)
+        return Smem(sQ, sK, sV, sdO, sP, sdS, sdK, sdV, rows)
 
     @cute.jit
     def keys(self, args: Args) -> Keys:
@@ -301,13 +306,101 @@ class BwdSm90:
         return Keys(tile * self.tiles.tile_kv, head, batch, mask)
 
     @cute.jit
-    def load(self, args: Args, edges, smem: Smem):
-        """The producer warp: K and V, then Q and dO of each tile."""
+    def reduce(self, args: Args, edges, smem: Smem):
+        """Warpgroup 0: dS, K (smem) -> dQ (global, float32); one warp of it: TMA, global -> smem."""
         keys = self.keys(args)
-        load_k, load_v, load_q, load_do = (
-            edge.make_producer()
-            for edge in (edges.load_k, edges.load_v, edges.load_q, edges.load_do)
+        begin, _, end = keys.mask.q_tiles(keys.first, self.tiles.tile_kv, self.tiles.tile_q)
+        gqa_group = args.q.shape[2] // args.k.shape[2]
+        total = (end - begin) * gqa_group  # tiles that this CTA visits
+        loads = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
+        if loads:
+            self.load_kv(args, edges, smem, keys)
+        cute.arch.griddepcontrol_wait()  # for LSE, D, and the zeros in dQ
+        ahead = self.tiles.stages - 1
+        next_tile, next_head = begin, keys.head * gqa_group
+        for number in cutlass.range(cutlass.min(ahead, total), unroll=1):
+            if loads:
+                self.load_tile(args, edges, smem, keys, number, next_tile, next_head)
+            next_tile, next_head = self.after(next_tile, next_head, begin, end)
+        reduction = self.reduction(smem)
+        edges.load_k.make_consumer().wait()
+        q_tile, head = begin, keys.head * gqa_group
+        for number in cutlass.range(total, unroll=1):
+            if loads and number + ahead < total:
+                self.load_tile(args, edges, smem, keys, number + ahead, next_tile, next_head)
+            next_tile, next_head = self.after(next_tile, next_head, begin, end)
+            self.add_dq(args, reduction, keys, number, total, q_tile, head)
+            q_tile, head = self.after(q_tile, head, begin, end)
+
+    def after(self, q_tile: Int32, head: Int32, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
+        """The tile of Q that comes next, and its head."""
+        last = q_tile + 1 == end
+        return cutlass.select_(last, begin, q_tile + 1), cutlass.select_(last, head + 1, head)
+
+    def reduction(self, smem: Smem) -> Reduction:
+        """Operands of dQ, the same for every thread."""
+        mma, rows, tile_kv = self.dq_mma(), self.tiles.dq_rows, self.tiles.tile_kv
+        any_thread = mma.get_slice(0)
+        sKt = cute.local_tile(transposed(smem.k), (WGMMA_ROWS, tile_kv), (None, 0, 0))
+        tQrK = any_thread.make_fragment_A(any_thread.partition_A(sKt))
+        sdS = [
+            cute.local_tile(smem.ds, (rows, tile_kv), (r, 0, None))
+            for r in range(self.tiles.tile_q // rows)
+        ]
+        tQrdS = [any_thread.make_fragment_B(any_thread.partition_B(part)) for part in sdS]
+        return Reduction(
+            mma,
+            InSmem.of(tQrK, keep=False),
+            tuple(InSmem.of(part, keep=False) for part in tQrdS),
+            cute.arch.thread_idx()[0],
         )
+
+    @cute.jit
+    def add_dq(
+        self,
+        args: Args,
+        reduction: Reduction,
+        keys: Keys,
+        number: Int32,
+        total: Int32,
+        q_tile: Int32,
+        head: Int32,
+    ):
+        """dQ of a tile, block by block, added to what other K/V tiles gave.
+
+        One block at a time: a second one under the first one's sum takes the tensor cores from the
+        consumers in bursts, 10 % slower at head_dim 128 (H200).
+        """
+        turn = DqTurn(
+            cute.domain_offset((q_tile, head, keys.batch), args.workspace.turns).iterator,
+            keys.first // self.tiles.tile_kv,
+            Int32(self.graph.barrier("dq_turn")[0]),
+            reduction.thread,
+        )
+        stage = number % self.tiles.ds_stages
+        cute.arch.barrier(**self.graph.numbered("ds_there", stage))
+        place = args.workspace.dq[(None, reduction.thread, None), None, q_tile, head, keys.batch]
+        blocks, parts = self.tiles.dq_blocks, len(reduction.tQrdS)
+        # One for all: with one each, ptxas keeps several, and runs out of registers.
+        acc_dQ = accumulator(reduction.mma, self.tiles.dq_block, Float32)
+        for block in cutlass.range_constexpr(blocks):
+            K = reduction.tQrK.stage(block // parts).steps()
+            dS = reduction.tQrdS[block % parts].stage(stage).steps()
+            issue(reduction.mma, acc_dQ, K, dS, False)
+            warpgroup.wait_group(0)
+            if const_expr(block == blocks - 1):
+                if number + self.tiles.ds_stages < total:  # somebody waits for it
+                    cute.arch.barrier_arrive(**self.graph.numbered("ds_free", stage))
+            if const_expr(self.facts.deterministic and block == 0):
+                turn.wait()
+            add_quads(acc_dQ, place[None, None, block])
+        if const_expr(self.facts.deterministic):
+            turn.release()
+
+    @cute.jit
+    def load_kv(self, args: Args, edges, smem: Smem, keys: Keys):
+        """K and V of this CTA."""
+        load_k, load_v = edges.load_k.make_producer(), edges.load_v.make_producer()
         kv_tile = keys.first // self.tiles.tile_kv
         gK = cute.local_tile(args.k[None, None, keys.head, keys.batch], self.shape_k, (None, 0))
         gV = cute.local_tile(args.v[None, None, keys.head, keys.batch], self.shape_v, (None, 0))
@@ -318,38 +411,44 @@ class BwdSm90:
         stage = load_v.acquire_and_advance()
         cute.copy(args.load_v, tVgV[None, kv_tile], tVsV[None, 0], tma_bar_ptr=stage.barrier)
 
-        begin, _, end = keys.mask.q_tiles(keys.first, self.tiles.tile_kv, self.tiles.tile_q)
-        gqa_group = args.q.shape[2] // args.k.shape[2]
-        cute.arch.griddepcontrol_wait()  # for LSE, D, and the zeros in dQ
-        for member in cutlass.range(gqa_group, unroll=1):
-            head = keys.head * gqa_group + member
-            gQ = cute.local_tile(args.q[None, None, head, keys.batch], self.shape_q, (None, 0))
-            gdO = cute.local_tile(args.do[None, None, head, keys.batch], self.shape_do, (None, 0))
-            tQsQ, tQgQ = tma_tiles(args.load_q, smem.q, gQ)
-            tOsO, tOgO = tma_tiles(args.load_do, smem.do, gdO)
-            lse_log2 = args.workspace.lse_log2[None, head, keys.batch]
-            rowsum = args.workspace.rowsum[None, head, keys.batch]
-            for q_tile in cutlass.range(begin, end, unroll=1):
-                stage = load_q.acquire_and_advance()
-                rows, slot = tQgQ[None, q_tile], tQsQ[None, stage.index]
-                cute.copy(args.load_q, rows, slot, tma_bar_ptr=stage.barrier)
-                self.load_rows(lse_log2, q_tile, smem.lse_log2, stage)
-                stage = load_do.acquire_and_advance()
-                rows, slot = tOgO[None, q_tile], tOsO[None, stage.index]
-                cute.copy(args.load_do, rows, slot, tma_bar_ptr=stage.barrier)
-                self.load_rows(rowsum, q_tile, smem.rowsum, stage)
+    @cute.jit
+    def load_tile(
+        self, args: Args, edges, smem: Smem, keys: Keys, number: Int32, q_tile: Int32, head: Int32
+    ):
+        """Q and dO of a tile, with its LSE and D."""
+        state = self.state(number, producer=True)
+        gQ = cute.local_tile(args.q[None, None, head, keys.batch], self.shape_q, (None, 0))
+        gdO = cute.local_tile(args.do[None, None, head, keys.batch], self.shape_do, (None, 0))
+        for edge, atom, in_smem, tiles in (
+            (edges.load_q, args.load_q, smem.q, gQ),
+            (edges.load_do, args.load_do, smem.do, gdO),
+        ):
+            slots, sources = tma_tiles(atom, in_smem, tiles)
+            edge.producer_acquire(state)
+            barrier = edge.producer_get_barrier(state)
+            source, slot = sources[None, q_tile], slots[None, state.index]
+            cute.copy(atom, source, slot, tma_bar_ptr=barrier)
+        barrier = edges.load_q.producer_get_barrier(state)
+        rows = args.workspace.rows[None, None, head, keys.batch]
+        self.load_rows(rows, q_tile, smem.rows[None, None, state.index], barrier)
 
     @cute.jit
-    def load_rows(self, source: cute.Tensor, q_tile: Int32, target: cute.Tensor, stage):
-        """One float32 for each row of a tile of Q."""
+    def load_rows(self, source: cute.Tensor, q_tile: Int32, target: cute.Tensor, barrier):
+        """LSE and D of a tile of Q."""
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        rows = cute.local_tile(source, (self.tiles.tile_q,), (q_tile,))
+        rows = cute.local_tile(source, (2, self.tiles.tile_q), (0, q_tile))
+        flat = cute.make_layout(2 * self.tiles.tile_q)
         with cute.arch.elect_one():
-            cute.copy(atom, rows, target[None, stage.index], mbar_ptr=stage.barrier)
+            cute.copy(
+                atom,
+                cute.make_tensor(rows.iterator, flat),
+                cute.make_tensor(target.iterator, flat),
+                mbar_ptr=barrier,
+            )
 
     @cute.jit
     def consume(self, args: Args, edges, smem: Smem):
-        """A consumer warpgroup: its part of dK and dV, and of each dQ."""
+        """A consumer warpgroup: Q, K, V, dO (smem) -> dS (smem), its part of dK, dV (global)."""
         keys = self.keys(args)
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPGROUP_WARPS - 1)
         share = self.share(args, group, smem)
@@ -357,31 +456,28 @@ class BwdSm90:
         share.acc_dV.fill(0.0)
         begin, full, end = keys.mask.q_tiles(keys.first, self.tiles.tile_kv, self.tiles.tile_q)
         gqa_group = args.q.shape[2] // args.k.shape[2]
-        total = (end - begin) * gqa_group  # tiles that this CTA visits
         edges.load_k.make_consumer().wait()
-        self.issue_s(share, edges, Int32(0), total == 0)
         edges.load_v.make_consumer().wait()
-        self.issue_dp(share, edges, Int32(0), total == 0)
-        warpgroup.wait_group(1)  # S is there
         number = Int32(0)  # of the tile, in the order of visits
-        for member in cutlass.range(gqa_group, unroll=1):
-            head = keys.head * gqa_group + member
+        for _ in cutlass.range(gqa_group, unroll=1):
             for q_tile in cutlass.range(begin, full, unroll=1):
-                self.step(args, share, keys, edges, number, total, q_tile, head, masked=True)
+                self.step(share, keys, edges, number, q_tile, masked=True)
                 number += 1
             for q_tile in cutlass.range(full, end, unroll=1):
-                self.step(args, share, keys, edges, number, total, q_tile, head, masked=False)
+                self.step(share, keys, edges, number, q_tile, masked=False)
                 number += 1
         cute.arch.griddepcontrol_launch_dependents()
+        warpgroup.wait_group(0)
         self.store(args, share, keys, smem)
 
     def share(self, args: Args, group: Int32, smem: Smem) -> Share:
         """Fragments and running state of consumer warpgroup `group`."""
-        mma_s = self.score_mma()
-        mma_dk, mma_dv, mma_dq = self.output_mmas()
+        mma_s, mma_slice = self.score_mma(self.shape_s), self.score_mma(self.shape_slice)
+        mma_dk, mma_dv = self.output_mma(self.shape_dk), self.output_mma(self.shape_dv)
         # Operands in shared memory are the same for every thread of the warpgroup.
-        any_s, any_dk, any_dv, any_dq = (m.get_slice(0) for m in (mma_s, mma_dk, mma_dv, mma_dq))
-        thread = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+        any_s, any_dk, any_dv = (m.get_slice(0) for m in (mma_s, mma_dk, mma_dv))
+        # In a register: left to the compiler it is read anew for every tile, which takes long.
+        thread = opaque(cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
         own_keys, own_part = (group, 0) if self.by_keys else (0, group)
 
         def part(tensor: cute.Tensor, shape: tuple[int, int], row, column) -> cute.Tensor:
@@ -395,14 +491,14 @@ class BwdSm90:
             return InSmem.of(mma.make_fragment_B(mma.partition_B(tensor)), self.by_keys)
 
         def own_rows(rows: cute.Tensor) -> cute.Tensor:
-            """(2, octets, stages): of every eight rows, the two that this thread has scores of."""
+            """Of every eight rows, the two that this thread has scores of."""
             octets = self.shape_s[1] // OCTET
             layout = cute.make_layout(
-                (2, QUAD_THREADS, octets, self.parts, cute.size(rows, mode=[1])),
-                stride=(1, 2, OCTET, OCTET * octets, self.tiles.tile_q),
+                (2, 2, QUAD_THREADS, octets, self.parts, self.tiles.stages),
+                stride=(1, 2, 4, 2 * OCTET, 2 * OCTET * octets, 2 * self.tiles.tile_q),
             )
             apart = cute.make_tensor(rows.iterator, layout)
-            return apart[None, thread % QUAD_THREADS, None, own_part, None]
+            return apart[None, None, thread % QUAD_THREADS, None, own_part, None]
 
         rows_s, tile_q = self.shape_s[1], self.tiles.tile_q
         sK = part(smem.k, (WGMMA_ROWS, self.shape_k[1]), own_keys, 0)
@@ -411,12 +507,11 @@ class BwdSm90:
         sdO = part(smem.do, (rows_s, self.shape_do[1]), own_part, 0)
         sQt = part(transposed(smem.q), (self.shape_dk[1], tile_q), own_part, 0)
         sdOt = part(transposed(smem.do), (self.shape_dv[1], tile_q), own_part, 0)
-        sKt = part(transposed(smem.k), (self.shape_dq[1], self.tiles.tile_kv), group, 0)
         return Share(
             mma_s=mma_s,
             mma_dk=mma_dk,
             mma_dv=mma_dv,
-            mma_dq=mma_dq,
+            mma_slice=mma_slice,
             tSrK=operand_a(any_s, sK).stage(0),
             tSrQ=operand_b(any_s, sQ),
             tPrV=operand_a(any_s, sV).stage(0),
@@ -425,12 +520,9 @@ class BwdSm90:
             tVrdO=operand_b(any_dv, sdOt),
             tKrdS=None if self.by_keys else operand_a(any_dk, transposed(smem.ds)),
             tKrQ=operand_b(any_dk, sQt),
-            tQrdS=operand_a(any_dq, smem.ds),
-            tQrK=operand_b(any_dq, sKt).stage(0),
             sP=part(transposed(smem.p), self.shape_s, own_keys, own_part),
             sdS=part(transposed(smem.ds), self.shape_s, own_keys, own_part),
-            lse_log2=own_rows(smem.lse_log2),
-            rowsum=own_rows(smem.rowsum),
+            rows=own_rows(smem.rows),
             acc_S=accumulator(mma_s, self.shape_s, Float32),
             acc_dP=accumulator(mma_s, self.shape_s, Float32),
             acc_dK=accumulator(mma_dk, self.shape_dk, Float32),
@@ -440,153 +532,140 @@ class BwdSm90:
             thread=thread,
         )
 
-    def issue_s(self, share: Share, edges, number: Int32, absent: Boolean) -> None:
-        """S of a tile; there is nothing to wait for if it is `absent`."""
-        state = self.state(number)
-        edges.load_q.consumer_wait(state, absent)
-        Q = share.tSrQ.stage(state.index).steps()
-        # K may have more columns than Q, of zeros.
-        issue(share.mma_s, share.acc_S, share.tSrK.steps()[: len(Q)], Q, False)
-
-    def issue_dp(self, share: Share, edges, number: Int32, absent: Boolean) -> None:
-        """dP of a tile, likewise."""
-        state = self.state(number)
-        edges.load_do.consumer_wait(state, absent)
-        dO = share.tPrdO.stage(state.index).steps()
-        issue(share.mma_s, share.acc_dP, share.tPrV.steps(), dO, False)
-
-    def state(self, number: Int32) -> pipeline.PipelineState:
+    def state(self, number: Int32, producer: bool = False) -> pipeline.PipelineState:
         """Stage and phase of a tile, in the rings of Q and dO alike: one register for all."""
-        stages = self.tiles.stages  # two: a power of two, at least
-        index, phase = number & (stages - 1), (number // stages) & 1
+        stages = self.tiles.stages
+        index, phase = number % stages, (number // stages + int(producer)) % 2
         return pipeline.PipelineState(stages, number, index, phase)
 
     @cute.jit
     def step(
         self,
-        args: Args,
         share: Share,
         keys: Keys,
         edges,
         number: Int32,
-        total: Int32,
         q_tile: Int32,
-        head: Int32,
         masked: cutlass.Constexpr,
     ):
-        """One tile of Q: its S is there, and its dP under way."""
-        state = self.state(number)
-        self.exponentials(share, state.index)
-        if const_expr(masked):
-            self.apply_mask(share, keys, share.acc_S, q_tile)
-        rP = cute.make_rmem_tensor_like(share.acc_S, self.dtype)
-        narrow(share.acc_S, rP)
+        """One tile of Q."""
+        state, turn = self.state(number), number % self.tiles.ds_stages
+        edges.load_q.consumer_wait(state)
+        rows = self.rows(share, state.index, 0)
+        Q = share.tSrQ.stage(state.index).steps()
+        # K may have more columns than Q, of zeros.
+        issue(share.mma_s, share.acc_S, share.tSrK.steps()[: len(Q)], Q, False)
+        edges.load_do.consumer_wait(state)
+        dO = share.tPrdO.stage(state.index).steps()
+        issue(share.mma_s, share.acc_dP, share.tPrV.steps(), dO, False)
+        warpgroup.wait_group(0)
         if const_expr(not self.by_keys):
-            write_fragment(share.mma_s, rP, share.sP[None, None, state.index], share.thread, True)
-            self.meet("p_there")
-        P = self.operand(rP, share.tVrP, state.index)
-        warpgroup.wait_group(0)  # dP is there
-        issue(share.mma_dv, share.acc_dV, P, share.tVrdO.stage(state.index).steps(), True)
-        self.gradients(share, state.index)
-        if const_expr(masked):
-            self.apply_mask(share, keys, share.acc_dP, q_tile)
-        rdS = cute.make_rmem_tensor_like(share.acc_dP, self.dtype)
-        narrow(share.acc_dP, rdS)
-        write_fragment(share.mma_s, rdS, share.sdS[None, None, state.index], share.thread, True)
-        dS, Q = self.operand(rdS, share.tKrdS, state.index), share.tKrQ.stage(state.index).steps()
+            if number > 0:
+                self.release(edges, number - 1)
+        if number >= self.tiles.ds_stages:
+            cute.arch.barrier(**self.graph.numbered("ds_free", turn))
+        Q, dO = share.tKrQ.stage(state.index).steps(), share.tVrdO.stage(state.index).steps()
+        slices = self.shape_s[1] // WGMMA_DEPTH
+        for i in cutlass.range_constexpr(slices):
+            # A slice early: behind products in flight a load takes long (20 % at head_dim 64).
+            following = self.rows(share, state.index, i + 1) if const_expr(i + 1 < slices) else rows
+            P, dS = self.slice(share.acc_S, i), self.slice(share.acc_dP, i)
+            self.exponentials(share, P, rows)
+            if const_expr(masked):
+                self.apply_mask(share, keys, P, q_tile, i)
+            self.gradients(P, dS, rows)
+            if const_expr(masked):
+                self.apply_mask(share, keys, dS, q_tile, i)
+            rdS, rP = self.narrowed(dS), self.narrowed(P)
+            self.write(share, rdS, share.sdS[None, None, turn], i)
+            if const_expr(self.by_keys):
+                issue(share.mma_dv, share.acc_dV, in_registers(as_operand_a(rP)), [dO[i]], True)
+                issue(share.mma_dk, share.acc_dK, in_registers(as_operand_a(rdS)), [Q[i]], True)
+            else:
+                self.write(share, rP, share.sP[None, None, turn], i)
+            rows = following
+        cute.arch.fence_view_async_shared()  # products will read what was written here
+        cute.arch.barrier_arrive(**self.graph.numbered("ds_there", turn))
         if const_expr(self.by_keys):
-            issue(share.mma_dk, share.acc_dK, dS, Q, True)
-            self.meet("ds_there")
+            # Operands in registers: products that read them do not go on into the next tile.
+            warpgroup.wait_group(0)
+            self.release(edges, number)
         else:
-            self.meet("ds_there")
-            issue(share.mma_dk, share.acc_dK, dS, Q, True)
-        acc_dQ = accumulator(share.mma_dq, self.shape_dq, Float32)
-        in_smem = share.tQrdS.stage(state.index).steps()
-        issue(share.mma_dq, acc_dQ, in_smem, share.tQrK.steps(), False)
-        warpgroup.wait_group(2)  # dV is there
-        edges.load_do.consumer_release(state)
-        warpgroup.wait_group(1)  # dK is there
-        edges.load_q.consumer_release(state)
-        # After the last tile the same again, for nobody: products in flight and a branch that only
-        # some tiles take do not go together.
-        following = cutlass.min(number + 1, total - 1)
-        self.issue_s(share, edges, following, following == number)
-        warpgroup.wait_group(1)  # dQ is there
-        self.add_dq(args, share, keys, acc_dQ, q_tile, head)
-        self.issue_dp(share, edges, following, following == number)
-        warpgroup.wait_group(1)  # S of the next tile is there
+            cute.arch.barrier(**self.graph.numbered("p_there"))
+            issue(share.mma_dv, share.acc_dV, share.tVrP.stage(turn).steps(), dO, True)
+            issue(share.mma_dk, share.acc_dK, share.tKrdS.stage(turn).steps(), Q, True)
 
-    @cute.jit
-    def add_dq(
-        self, args: Args, share: Share, keys: Keys, acc_dQ: cute.Tensor, q_tile: Int32, head: Int32
-    ):
-        """Add this warpgroup's part of a dQ to what other K/V tiles gave."""
-        place = args.workspace.dq[(None, share.thread, None), share.group, q_tile, head, keys.batch]
-        if const_expr(self.facts.deterministic):
-            counter = cute.domain_offset(
-                (share.group, q_tile, head, keys.batch), args.workspace.turns
-            ).iterator
-            first, _ = self.graph.barrier("dq_turn")
-            rank = keys.first // self.tiles.tile_kv
-            turn = DqTurn(counter, rank, first + share.group, share.thread)
-            turn.wait()
-            add_quads(acc_dQ, place)
-            turn.release()
-        else:
-            add_quads(acc_dQ, place)
+    def release(self, edges, number: Int32) -> None:
+        """Nobody in this warpgroup reads Q and dO of the tile any more."""
+        edges.load_q.consumer_release(self.state(number))
+        edges.load_do.consumer_release(self.state(number))
 
-    def operand(self, fragment: cute.Tensor, in_smem: InSmem | None, turn: Int32) -> list:
-        """The steps of P or dS as an operand A: where this warpgroup has it all, its registers."""
-        if in_smem is None:
-            return in_registers(as_operand_a(fragment))
-        return in_smem.stage(turn).steps()
+    def slice(self, acc: cute.Tensor, i: int) -> cute.Tensor:
+        """The accumulator of 16 queries."""
+        layout = cute.make_layout(((2, 2, 2), 1, 1), stride=((1, 2, 4), 0, 0))
+        return cute.make_tensor(acc.iterator + i * cute.size(layout), layout)
+
+    def narrowed(self, acc: cute.Tensor) -> cute.Tensor:
+        """In 16 bits."""
+        result = cute.make_rmem_tensor(acc.layout, self.dtype)
+        narrow(acc, result)
+        return result
+
+    def write(self, share: Share, fragment: cute.Tensor, place: cute.Tensor, i: int) -> None:
+        """A slice to shared memory."""
+        part = cute.local_tile(place, self.shape_slice, (0, i))
+        write_fragment(share.mma_slice, fragment, part, share.thread, True)
 
     def meet(self, name: str) -> None:
         """Both warpgroups wrote to shared memory what products or TMA read after this."""
-        number, threads = self.graph.barrier(name)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=number, number_of_threads=threads)
+        cute.arch.barrier(**self.graph.numbered(name))
+
+    def rows(self, share: Share, stage: Int32, i: int) -> cute.Tensor:
+        """LSE and D of a slice: (LSE and D, 2, row octets)."""
+        octets = WGMMA_DEPTH // OCTET
+        part = cute.local_tile(share.rows[None, None, None, stage], (2, 2, octets), (0, 0, i))
+        rows = cute.make_rmem_tensor_like(part)
+        cute.autovec_copy(part, rows)
+        return rows
 
     @cute.jit
-    def exponentials(self, share: Share, stage: Int32):
-        """P = exp2(S - LSE), in the place of S."""
-        lse_log2 = cute.make_rmem_tensor_like(share.lse_log2[None, None, 0])
-        cute.autovec_copy(share.lse_log2[None, None, stage], lse_log2)
-        scores = rows_by_columns(share.acc_S)
+    def exponentials(self, share: Share, acc: cute.Tensor, rows: cute.Tensor):
+        """P = exp2(S - LSE) of a slice, in the place of S."""
+        scores, lse_log2 = rows_by_columns(acc), cute.group_modes(rows, 1, 3)
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-                power = cute.math.fma(scores[r, c], share.scale_log2, -lse_log2[c])
+                power = cute.math.fma(scores[r, c], share.scale_log2, -lse_log2[0, c])
                 scores[r, c] = cute.math.exp2(power, fastmath=True)
 
     @cute.jit
-    def gradients(self, share: Share, stage: Int32):
-        """dS = P (dP - D), in the place of dP."""
-        rowsum = cute.make_rmem_tensor_like(share.rowsum[None, None, 0])
-        cute.autovec_copy(share.rowsum[None, None, stage], rowsum)
-        P, dP = rows_by_columns(share.acc_S), rows_by_columns(share.acc_dP)
+    def gradients(self, P: cute.Tensor, acc: cute.Tensor, rows: cute.Tensor):
+        """dS = P (dP - D) of a slice, in the place of dP."""
+        P, dP, rowsum = rows_by_columns(P), rows_by_columns(acc), cute.group_modes(rows, 1, 3)
         for c in cutlass.range_constexpr(cute.size(dP, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(dP, mode=[0])):
-                dP[r, c] = P[r, c] * (dP[r, c] - rowsum[c])
+                dP[r, c] = P[r, c] * (dP[r, c] - rowsum[1, c])
 
     @cute.jit
-    def apply_mask(self, share: Share, keys: Keys, acc: cute.Tensor, q_tile: Int32):
+    def apply_mask(
+        self, share: Share, keys: Keys, acc: cute.Tensor, q_tile: Int32, i: cutlass.Constexpr
+    ):
         """0 for the elements of P or dS whose score does not exist: also where dP is NaN."""
-        own_key, own_row = origin(share.mma_s, self.shape_s, share.thread)
+        own_key, own_row = origin(share.mma_slice, self.shape_slice, share.thread)
         key = own_key + (share.group * WGMMA_ROWS if const_expr(self.by_keys) else 0)
         row = own_row + (0 if const_expr(self.by_keys) else share.group * self.shape_s[1])
         keys.mask.apply_transposed(
             rows_by_columns(acc),
-            offsets(share.mma_s, self.shape_s),
+            offsets(share.mma_slice, self.shape_slice),
             keys.first + key,
-            q_tile * self.tiles.tile_q + row,
+            q_tile * self.tiles.tile_q + i * WGMMA_DEPTH + row,
         )
 
     @cute.jit
     def store(self, args: Args, share: Share, keys: Keys, smem: Smem):
-        """dK and dV, through the places of K and V."""
+        """dK and dV, through the places of Q and dO."""
         share.acc_dK.store(share.acc_dK.load() * args.scale)
         own_keys, own_part = (share.group, 0) if self.by_keys else (0, share.group)
-        warpgroup.wait_group(0)  # also S of no tile
         self.meet("place_free")
         for acc, mma, shape, place in (
             (share.acc_dK, share.mma_dk, self.shape_dk, smem.dk),

@@ -22,10 +22,9 @@ QUAD = 4  # accumulator registers that are added at once
 class Workspace:
     """Views of one buffer."""
 
-    dq: cute.Tensor  # ((QUAD, thread, quads), warpgroup, q_tile, head, batch)
-    lse_log2: cute.Tensor  # (row, head, batch)
-    rowsum: cute.Tensor  # (row, head, batch): D, less the gradient of LSE
-    turns: cute.Tensor  # (warpgroup, q_tile, head, batch), int32: K/V tiles that are in this dq
+    dq: cute.Tensor  # ((QUAD, thread, quads), block, q_tile, head, batch)
+    rows: cute.Tensor  # (lse_log2 and rowsum, row, head, batch)
+    turns: cute.Tensor  # (q_tile, head, batch), int32: K/V tiles that are in this dq
 
     @staticmethod
     def of(
@@ -34,41 +33,48 @@ class Workspace:
         """Host code: `memory` has at least `tiles.workspace_floats`."""
         q_tiles = cute.ceil_div(len_q, tiles.tile_q)
         rows = q_tiles * tiles.tile_q
-        columns, groups = tiles.dq_columns, tiles.consumer_warpgroups
-        part = tiles.tile_q * columns // groups
-        quads = part // (QUAD * WARPGROUP_THREADS)
+        columns, blocks = tiles.dq_columns, tiles.dq_blocks
+        block = tiles.tile_q * columns // blocks
+        quads = block // (QUAD * WARPGROUP_THREADS)
         head_rows = Int64(rows)
         batch_rows = head_rows * heads
         dq = cute.make_layout(
             (
                 (QUAD, WARPGROUP_THREADS, quads),
-                groups,
+                blocks,
                 q_tiles,
                 heads,
                 batch,
             ),
             stride=(
                 (1, QUAD, QUAD * WARPGROUP_THREADS),
-                part,
-                groups * part,
+                block,
+                blocks * block,
                 cute.assume(head_rows * columns, divby=QUAD),
                 cute.assume(batch_rows * columns, divby=QUAD),
             ),
         )
-        turns = cute.make_layout(
-            (groups, q_tiles, heads, batch),
-            stride=(1, groups, groups * q_tiles, groups * q_tiles * heads),
+        turns = cute.make_layout((q_tiles, heads, batch), stride=(1, q_tiles, q_tiles * heads))
+        pairs = cute.make_layout(
+            (2, rows, heads, batch), stride=(1, 2, 2 * head_rows, 2 * batch_rows)
         )
-        row = cute.make_layout((rows, heads, batch), stride=(1, head_rows, batch_rows))
-        lse_log2 = memory.iterator + batch_rows * batch * columns
-        rowsum = lse_log2 + batch_rows * batch
-        counters = cute.recast_ptr(rowsum + batch_rows * batch, dtype=Int32)
+        first = memory.iterator + batch_rows * batch * columns
+        counters = cute.recast_ptr(first + 2 * batch_rows * batch, dtype=Int32)
         return Workspace(
             cute.make_tensor(memory.iterator, dq),
-            cute.make_tensor(lse_log2, row),
-            cute.make_tensor(rowsum, row),
+            cute.make_tensor(first, pairs),
             cute.make_tensor(counters, turns),
         )
+
+    @property
+    def lse_log2(self) -> cute.Tensor:
+        """(row, head, batch)."""
+        return self.rows[0, None, None, None]
+
+    @property
+    def rowsum(self) -> cute.Tensor:
+        """(row, head, batch): D, less the gradient of LSE."""
+        return self.rows[1, None, None, None]
 
 
 @dataclass(frozen=True)

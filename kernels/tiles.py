@@ -313,22 +313,34 @@ SPLIT_COLUMNS = 64  # and multiples of them are split between two warpgroups
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardTiles(Row):
-    """Shape and resources of the main kernel of Hopper's backward, two consumer warpgroups.
+    """Shape and resources of the main kernel of Hopper's backward.
 
-    The warpgroups split the K/V tile by `keys`: each has dK and dV of 64 keys, and P and dS stay in
-    its registers. Or, where registers do not hold so much, by `columns`: each has half of the
-    columns of dK and dV, computes half of the scores, and hands them over in shared memory.
+    Warpgroup 0 loads and computes dQ; the two consumers split the K/V tile by `keys`: each has dK
+    and dV of 64 keys, and P and dS stay in its registers. Or, where registers do not hold so much,
+    by `columns`: each has half of the columns of dK and dV, computes half of the scores, and hands
+    them over in shared memory.
     """
 
     split: Literal["keys", "columns"]
+    tile_q: int  # queries of one stage
+    stages: int  # of Q and of dO
+    dq_rows: int  # of dQ, computed at once
     consumer_warpgroups: int = field(default=2, init=False)
 
     def check_shape(self) -> None:
         if self.split not in ("keys", "columns"):
             raise ValueError(f"split={self.split!r}: needs 'keys' or 'columns'")
+        if self.tile_q % WGMMA_DEPTH or not 0 < self.tile_q <= 256:
+            raise ValueError(f"tile_q={self.tile_q}: needs a multiple of {WGMMA_DEPTH} up to 256")
+        if self.dq_rows % WGMMA_DEPTH or self.tile_q % self.dq_rows:
+            raise ValueError(
+                f"dq_rows={self.dq_rows}: needs a multiple of {WGMMA_DEPTH} that divides "
+                f"tile_q={self.tile_q}"
+            )
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages}: needs one to read while another is loaded")
 
-    tile_q = WGMMA_ROWS  # of one stage; P and dP of more rows do not fit beside dK and dV
-    stages = 2  # of Q, dO, dS and P: one is read while the other is written
+    ds_stages = 2  # of dS and P: one is read while the other is written
 
     @property
     def tile_kv(self) -> int:
@@ -370,23 +382,23 @@ class BackwardTiles(Row):
 
     @property
     def row_bytes(self) -> int:
-        """One float32 for each row of a tile of Q: of LSE, or of D."""
-        return 4 * self.tile_q
+        """LSE and D of a tile of Q, in float32."""
+        return 8 * self.tile_q
 
     @property
     def q_bytes(self) -> int:
-        """One stage of Q, with its LSE."""
+        """One stage of Q, with its LSE and D."""
         return self.tile_q * self.q_columns * ELEMENT_BYTES + self.row_bytes
 
     @property
     def do_bytes(self) -> int:
-        """One stage of dO, with its D."""
-        return self.tile_q * self.v_columns * ELEMENT_BYTES + self.row_bytes
+        """One stage of dO."""
+        return self.tile_q * self.v_columns * ELEMENT_BYTES
 
     @property
     def exchange_bytes(self) -> int:
         """dS, and where it is not in registers P, of a tile: what the warpgroups hand over."""
-        tiles = self.stages * (1 if self.split == "keys" else 2)
+        tiles = self.ds_stages * (1 if self.split == "keys" else 2)
         return tiles * self.tile_kv * self.tile_q * ELEMENT_BYTES
 
     @property
@@ -395,34 +407,75 @@ class BackwardTiles(Row):
         rings = self.stages * (self.q_bytes + self.do_bytes)
         return BARRIER_BYTES + self.k_bytes + self.v_bytes + rings + self.exchange_bytes
 
+    @property
+    def dq_block(self) -> tuple[int, int]:
+        """(columns, rows) of the blocks that dQ is computed in, one after the other, transposed."""
+        return WGMMA_ROWS, self.dq_rows
+
+    @property
+    def dq_blocks(self) -> int:
+        """Blocks of the dQ of a tile of Q."""
+        return self.dq_columns // WGMMA_ROWS * (self.tile_q // self.dq_rows)
+
     def workspace_floats(self, batch: int, heads_q: int, len_q: int) -> int:
-        """The dQ accumulator, LSE and D, in float32, and a turn for each warpgroup's part of dQ."""
+        """The dQ accumulator, LSE and D, in float32, and a turn for each tile of Q."""
         q_tiles = batch * heads_q * -(-len_q // self.tile_q)
-        return q_tiles * (self.tile_q * (self.dq_columns + 2) + self.consumer_warpgroups)
+        return q_tiles * (self.tile_q * (self.dq_columns + 2) + 1)
 
 
-# Head dims of a row are the largest that it serves. S and dP take 64 registers of a consumer thread
-# where the split is by keys, dK and dV (head_dim + head_dim_v) / 2; P in 16 bits 16, and dQ takes
-# the place of dP.
+# Head dims of a row are the largest that it serves. Of a consumer thread, S and dP take tile_q
+# registers, or half of them where the split is by columns, dK and dV (head_dim + head_dim_v) / 2;
+# of a reducing one, a block of dQ takes dq_rows / 2. ptxas wants 32 more for all else: with 24 it
+# waits for each product before the next.
 BACKWARD: tuple[BackwardTiles, ...] = (
+    BackwardTiles(
+        arch="sm_90a",
+        head_dim=64,
+        head_dim_v=64,
+        split="keys",
+        tile_q=96,
+        stages=3,
+        dq_rows=48,
+        registers_load=120,
+        registers_consume=192,
+        reason="S, dP, dK and dV take 160 registers; 64, 80 and 112 rows are 10, 6 and 4 % slower, "
+        "128 with dQ by 32 rows 2 %; dQ by 32 rows 4 % (H200)",
+    ),
+    BackwardTiles(
+        arch="sm_90a",
+        head_dim=96,
+        head_dim_v=96,
+        split="keys",
+        tile_q=80,
+        stages=3,
+        dq_rows=80,
+        registers_load=88,
+        registers_consume=208,
+        reason="S, dP, dK and dV take 176 registers",
+    ),
     BackwardTiles(
         arch="sm_90a",
         head_dim=128,
         head_dim_v=128,
         split="keys",
-        registers_load=24,
-        registers_consume=240,
-        reason="S, dP, dK and dV take 192 registers, P and dS for the products 16 each. Tiles of "
-        "80 rows, 128 at head_dim 64, fit only with 16 bits of P in dS = P (dP - D): 23 % more "
-        "error in dQ and dK, over the accuracy rule; 80 is no faster, 128 is 5 to 12 % (H200)",
+        tile_q=64,
+        stages=3,
+        dq_rows=32,
+        registers_load=56,
+        registers_consume=224,
+        reason="S, dP, dK and dV take 192 registers, which leaves the reducing warpgroup 16 for "
+        "dQ; 48 rows, with dQ in one piece, are 5 % slower (H200)",
     ),
     BackwardTiles(
         arch="sm_90a",
         head_dim=256,
         head_dim_v=256,
         split="columns",
-        registers_load=24,
-        registers_consume=240,
+        tile_q=64,
+        stages=2,
+        dq_rows=64,
+        registers_load=104,
+        registers_consume=200,
         reason="226 KiB; of 64 keys dK and dV take 256 registers, so that a warpgroup holds half",
     ),
 )

@@ -1,17 +1,19 @@
 """The pipeline graph of the main kernel of Hopper's backward.
 
-      warpgroup 0: load                       warpgroups 1, 2: consume
-     +------------------+   load_k, load_v   +---------------------------------------------+
-     | warp 0           | -----------------> | for each tile of Q, of each head of a group:|
-     |   TMA: K, V once |   load_q    (ring) |   S = K Q^T, dP = V dO^T  (both from smem)  |
-     |   Q and LSE,     | -----------------> |   P = exp2(S - LSE), dS = P (dP - D)        |
-     |   dO and D       |   load_do   (ring) |   dV += P dO, dK += dS Q                    |
-     | warps 1..3 idle  | -----------------> |   dQ = dS K -> added to global memory       |
-     +------------------+                    | dK, dV -> the places of K and V -> TMA store|
-                                             +---------------------------------------------+
-                                               p_there, ds_there: both warpgroups wrote theirs
-                                               place_free, place_full: K and V; dK and dV
-                                               dq_turn:  the four warps of one warpgroup
+      warpgroup 0: reduce                      warpgroups 1, 2: consume
+     +--------------------+   load_k, load_v  +---------------------------------------------+
+     | warp 0, between    | ----------------> | for each tile of Q, of each head of a group:|
+     | two tiles:         |   load_q   (ring) |   S = K Q^T, dP = V dO^T  (both from smem)  |
+     |   TMA: K, V once   | ----------------> |   P = exp2(S - LSE), dS = P (dP - D)        |
+     |   Q, LSE, D and dO |   load_do  (ring) |   dV += P dO, dK += dS Q                    |
+     |                    | ----------------> |                                             |
+     | all four warps:    |   ds_there        |   dS -> smem                                |
+     |   dQ = dS K ->     | <---------------- |                                             |
+     |   global memory    |   ds_free         | dK, dV -> the places of Q and dO            |
+     |                    | ----------------> |        -> TMA store                         |
+     +--------------------+                   +---------------------------------------------+
+       dq_turn: its warps                       p_there: both wrote their P and dS
+                                                place_free, place_full: Q and dO; dK and dV
 
 S and dP are transposed: keys are rows, so that P and dS are operands of dV and dK as they are.
 """
@@ -24,6 +26,7 @@ def backward_graph(
     *,
     consumer_warpgroups: int,
     stages: int,
+    ds_stages: int,
     k_bytes: int,
     v_bytes: int,
     q_bytes: int,
@@ -37,20 +40,19 @@ def backward_graph(
     threads = WARP_THREADS * len(consumer_warps)
     return Graph(
         roles=(
-            Role("load", range(1), range(1), registers_load),
+            Role("reduce", range(1), range(WARPGROUP_WARPS), registers_load),
             Role("consume", consumers, consumer_warps, registers_consume),
         ),
         edges=(
-            Edge("load_k", "load", "consume", 1, k_bytes),
-            Edge("load_v", "load", "consume", 1, v_bytes),
-            Edge("load_q", "load", "consume", stages, q_bytes),
-            Edge("load_do", "load", "consume", stages, do_bytes),
+            Edge("load_k", "reduce", "consume", 1, k_bytes),
+            Edge("load_v", "reduce", "consume", 1, v_bytes),
+            Edge("load_q", "reduce", "consume", stages, q_bytes),
+            Edge("load_do", "reduce", "consume", stages, do_bytes),
         ),
         rendezvous=(
-            *(
-                Rendezvous(name, 1, threads)
-                for name in ("p_there", "ds_there", "place_free", "place_full")
-            ),
-            Rendezvous("dq_turn", consumer_warpgroups, WARPGROUP_THREADS),
+            Rendezvous("ds_there", ds_stages, threads + WARPGROUP_THREADS),
+            Rendezvous("ds_free", ds_stages, threads + WARPGROUP_THREADS),
+            *(Rendezvous(name, 1, threads) for name in ("p_there", "place_free", "place_full")),
+            Rendezvous("dq_turn", 1, WARPGROUP_THREADS),
         ),
     )

@@ -7,9 +7,10 @@ mbarrier storage, barrier numbers and the size of a CTA are derived from that, n
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import cutlass.cute as cute
-from cutlass import pipeline
+from cutlass import Int32, pipeline
 
 from ..layouts.hardware import (
     NAMED_BARRIERS,
@@ -130,6 +131,11 @@ class Graph:
                 return number, meeting.threads
             number += meeting.count
         raise KeyError(name)
+
+    def numbered(self, name: str, offset: Int32 | int = 0) -> dict[str, Any]:
+        """Arguments of a named barrier's instructions: the one at `offset` of those of `name`."""
+        first, threads = self.barrier(name)
+        return {"barrier_id": first + offset, "number_of_threads": threads}
 
     def build(self, storage: cute.Pointer) -> SimpleNamespace:
         """Initialise every mbarrier and return the pipelines by edge name. Device code.
