@@ -137,15 +137,20 @@ def _said(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _about(**more: Any) -> dict[str, Any]:
-    """What the numbers depend on."""
-    versions: dict[str, Any] = {"cuDNN": torch.backends.cudnn.version()}
+def versions() -> dict[str, Any]:
+    """Of what numbers depend on; None where it is not installed."""
+    found: dict[str, Any] = {"cuDNN": torch.backends.cudnn.version()}
     for package in PACKAGES:
         try:
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {"device": torch.cuda.get_device_name(), "versions": versions, **more}
+            found[package] = None
+    return found
+
+
+def _about(**more: Any) -> dict[str, Any]:
+    """What the numbers depend on."""
+    return {"device": torch.cuda.get_device_name(), "versions": versions(), **more}
 
 
 def _numbers(_: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:

@@ -489,3 +489,38 @@ def test_finite_differences(emulation: Emulation) -> None:
             gradient = ours[index].grad
             assert gradient is not None
             assert abs(difference - (gradient.double() * direction).sum()) <= 2e-3 * size
+
+
+def test_finite_differences_of_our_own_forward(emulation: Emulation) -> None:
+    """Where 16 bits allow it: of the log-sum-exp, in float32, by q and k, and of out by v.
+
+    Inputs are multiples of 1/8 and move by such, so that fp16 holds them all. The log-sum-exp
+    bends: central differences of two steps, combined so that the terms in step^2 cancel, leave
+    those in step^4. By v out is linear, and a step may be large; what is off is its rounding to
+    2^-11. Either way some 4e-4 of a gradient is left, fp16's share in the gradient included.
+    """
+    torch.manual_seed(1)
+    given = [normal(1, n, h, 64).mul(8).round().div(8) for n, h in ((5, 2), (7, 1), (7, 1))]
+    weights = normal(1, 5, 2, 64), torch.randn(1, 2, 5)
+
+    for index in range(3):
+        which = int(index != 2)  # out or the log-sum-exp
+
+        def loss(moved: Tensor, index: int = index, which: int = which) -> float:
+            tensors = [*given[:index], moved, *given[index + 1 :]]
+            found = hopwell.forward(*tensors, causal=True)[which].double()
+            return (weights[which].double() * found).sum().item()
+
+        ours = leaves(*given)
+        result = hopwell.attention(*ours, causal=True, return_lse=True)
+        (gradient,) = torch.autograd.grad(result[which], ours[index], weights[which])
+        for _ in range(3):
+            direction = torch.randint(0, 2, gradient.shape).mul(2).sub(1).half()
+            near, far = (
+                (loss(given[index] + step * direction) - loss(given[index] - step * direction))
+                / (2 * step)
+                for step in ((1, 2) if index == 2 else (1 / 8, 1 / 4))
+            )
+            # A direction of signs changes the loss by about the gradient's norm.
+            error = (4 * near - far) / 3 - (gradient.double() * direction).sum()
+            assert abs(error) <= 1e-3 * gradient.double().norm()
