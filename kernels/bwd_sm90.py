@@ -41,6 +41,7 @@ from ..layouts.hardware import (
     L2_BYTES,
     OCTET,
     QUAD_THREADS,
+    SMS,
     WARP_THREADS,
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
@@ -229,12 +230,18 @@ class BwdSm90:
         store_dk, tma_dk = tma_atom(store, dk, layouts.dk, (self.tiles.tile_kv, self.shape_q[1]))
         store_dv, tma_dv = tma_atom(store, dv, layouts.dv, self.shape_v)
         batch, len_kv, heads_kv, _ = k.shape
+        tiles = cute.ceil_div(len_kv, self.tiles.tile_kv)
+        start = None
+        if const_expr(self.facts.causal):
+            # In deterministic mode the shortest first: what waits for nobody (see `turn`).
+            start = "last" if const_expr(self.facts.deterministic) else "first"
         order = TileOrder(
-            tiles=cute.ceil_div(len_kv, self.tiles.tile_kv),
+            tiles=tiles,
             heads=heads_kv,
             batch=batch,
-            section=self.sequences_in_l2(q, k),
-            longest="first" if self.facts.causal else None,
+            # Two rounds of CTAs at least: the last section's long tiles need short ones beside them.
+            section=cutlass.max(self.sequences_in_l2(q, k), 2 * SMS // tiles),
+            start=start,
         )
         tensors = tma_q, tma_k, tma_v, tma_do, tma_dk, tma_dv
         atoms = load_q, load_k, load_v, load_do, store_dk, store_dv
@@ -325,12 +332,23 @@ class BwdSm90:
         reduction = self.reduction(smem)
         edges.load_k.make_consumer().wait()
         q_tile, head = begin, keys.head * gqa_group
+        last_tile, last_head = q_tile, head
         for number in cutlass.range(total, unroll=1):
             if loads and number + ahead < total:
                 self.load_tile(args, edges, smem, keys, number + ahead, next_tile, next_head)
             next_tile, next_head = self.after(next_tile, next_head, begin, end)
+            cute.arch.barrier(**self.graph.numbered("ds_there", number % self.tiles.ds_stages))
+            if const_expr(self.facts.deterministic):
+                if number > 0:
+                    self.turn(args, reduction, keys, last_tile, last_head).release()
+                last_tile, last_head = q_tile, head
             self.add_dq(args, reduction, keys, number, total, q_tile, head)
             q_tile, head = self.after(q_tile, head, begin, end)
+        if const_expr(self.facts.deterministic):
+            if total > 0:
+                turn = self.turn(args, reduction, keys, last_tile, last_head)
+                turn.meet()
+                turn.release()
 
     def after(self, q_tile: Int32, head: Int32, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
         """The tile of Q that comes next, and its head."""
@@ -371,14 +389,8 @@ class BwdSm90:
         One block at a time: a second one under the first one's sum takes the tensor cores from the
         consumers in bursts, 10 % slower at head_dim 128 (H200).
         """
-        turn = DqTurn(
-            cute.domain_offset((q_tile, head, keys.batch), args.workspace.turns).iterator,
-            keys.first // self.tiles.tile_kv,
-            Int32(self.graph.barrier("dq_turn")[0]),
-            reduction.thread,
-        )
+        turn = self.turn(args, reduction, keys, q_tile, head)
         stage = number % self.tiles.ds_stages
-        cute.arch.barrier(**self.graph.numbered("ds_there", stage))
         place = args.workspace.dq[(None, reduction.thread, None), None, q_tile, head, keys.batch]
         blocks, parts = self.tiles.dq_blocks, len(reduction.tQrdS)
         # One for all: with one each, ptxas keeps several, and runs out of registers.
@@ -387,15 +399,34 @@ class BwdSm90:
             K = reduction.tQrK.stage(block // parts).steps()
             dS = reduction.tQrdS[block % parts].stage(stage).steps()
             issue(reduction.mma, acc_dQ, K, dS, False)
+            if const_expr(self.facts.deterministic and block == 0):
+                turn.wait()  # under the product
             warpgroup.wait_group(0)
             if const_expr(block == blocks - 1):
                 if number + self.tiles.ds_stages < total:  # somebody waits for it
                     cute.arch.barrier_arrive(**self.graph.numbered("ds_free", stage))
-            if const_expr(self.facts.deterministic and block == 0):
-                turn.wait()
             add_quads(acc_dQ, place[None, None, block])
-        if const_expr(self.facts.deterministic):
-            turn.release()
+
+    def turn(
+        self, args: Args, reduction: Reduction, keys: Keys, q_tile: Int32, head: Int32
+    ) -> DqTurn:
+        """When this K/V tile may add to a tile of dQ, in deterministic mode.
+
+        In the order in which their CTAs start. Under a causal mask the last K/V tile comes first:
+        it begins with the tiles of Q at its own diagonal, where every other one arrives later.
+        """
+        rank = keys.first // self.tiles.tile_kv
+        if const_expr(self.facts.causal):
+            _, end = keys.mask.kv_tiles(
+                q_tile * self.tiles.tile_q, self.tiles.tile_q, self.tiles.tile_kv
+            )
+            rank = end - 1 - rank
+        return DqTurn(
+            cute.domain_offset((q_tile, head, keys.batch), args.workspace.turns).iterator,
+            rank,
+            Int32(self.graph.barrier("dq_turn")[0]),
+            reduction.thread,
+        )
 
     @cute.jit
     def load_kv(self, args: Args, edges, smem: Smem, keys: Keys):

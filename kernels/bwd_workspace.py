@@ -79,14 +79,14 @@ class Workspace:
 
 @dataclass(frozen=True)
 class DqTurn:
-    """The turn of one K/V tile to add to a part of dQ: the tiles come in the order of their keys.
+    """The turn of one K/V tile to add to a tile of dQ.
 
-    CTAs start in that order too, so that nobody waits for one that has not begun. That they start
-    by their number is what GPUs do, not what CUDA promises.
+    Turns come in the order in which CTAs start, so that nobody waits for one that has not begun.
+    That they start by their number is what GPUs do, not what CUDA promises.
     """
 
     counter: cute.Pointer  # int32, global: tiles that have had their turn
-    rank: Int32  # of this one
+    rank: Int32  # tiles that come before this one
     barrier: Int32  # of the warpgroup
     thread: Int32  # in the warpgroup
 
@@ -101,8 +101,7 @@ class DqTurn:
 
     @cute.jit
     def release(self) -> None:
-        """To the next tile, once the whole warpgroup has added its part."""
-        self.meet()
+        """To the next tile; after a barrier that the warpgroup has met at since it added."""
         if self.thread == 0:
             cute.arch.red(self.counter, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
 

@@ -176,7 +176,7 @@ class FwdSm90:
             heads=heads_q,
             batch=batch,
             section=self.sequences_in_l2(q, k),
-            longest="last" if self.facts.causal else None,
+            start="last" if self.facts.causal else None,
         )
         tensors, atoms = (tma_q, tma_k, tma_v, sequence_first(o), lse), (load_q, load_k, load_v)
         args = Args(*tensors, *atoms, scale, order, counter)
