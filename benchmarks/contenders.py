@@ -22,6 +22,7 @@ from ..interface import env
 from ..interface.autograd import attention
 
 OURS = "hopwell"
+DETERMINISTIC = f"{OURS}, deterministic"  # no peer of ours
 ROUNDS = 7
 SAMPLE_MS = 5.0
 
@@ -41,12 +42,18 @@ class Contender:
     out: Callable[[Any], torch.Tensor]
 
 
-def contenders() -> tuple[list[Contender], list[str]]:
-    """Ours, cuDNN, and FA3 and FA4 where they are installed; and a line for each that is not."""
+def contenders(backward: bool = False) -> tuple[list[Contender], list[str]]:
+    """Ours, cuDNN, and FA3 and FA4 where they are installed; and a line for each that is not.
+
+    With `backward` ours is there twice: also deterministic.
+    """
     found = [
         Contender(OURS, _flash(attention), _first),
         Contender("cuDNN", cudnn, lambda out: out.transpose(1, 2)),
     ]
+    if backward:
+        bitwise = partial(attention, deterministic=True)
+        found.insert(1, Contender(DETERMINISTIC, _flash(bitwise), _first))
     absent = []
     for name, module, package in (
         ("FA3", "fa3_fwd_interface", "fa3-fwd"),
@@ -125,7 +132,7 @@ def runs(name: str, call: Call) -> bool:
     try:
         call()
     except Exception as problem:  # each peer refuses in its own way
-        if name == OURS and not isinstance(problem, NotImplementedError):
+        if name.startswith(OURS) and not isinstance(problem, NotImplementedError):
             raise
         env.log.info("%s cannot run this: %s", name, problem)
         return False

@@ -54,7 +54,7 @@ def speedup(row: Row) -> float | None:
 
     Above 1 we are faster.
     """
-    peers = [value for name, value in row.values.items() if name != OURS]
+    peers = [value for name, value in row.values.items() if not name.startswith(OURS)]
     return min(peers) / row.values[OURS] if peers and OURS in row.values else None
 
 
@@ -189,7 +189,7 @@ def main(
     if not console.is_terminal:
         console = Console(width=150)
     env.configure_log()
-    there, absent = contenders()
+    there, absent = contenders(backward)
     for line in absent:
         console.print(line, markup=False)
     if on_host:

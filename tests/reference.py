@@ -57,7 +57,7 @@ def _scores(
     heads_kv = k.shape[2]
     folded = q.double().unflatten(2, (heads_kv, -1))
     scores = scale * torch.einsum("bqhgd,bkhd->bhgqk", folded, k.double())
-    seen = visible(q.shape[1], k.shape[1], causal)
+    seen = visible(q.shape[1], k.shape[1], causal).to(q.device)
     if mask is not None:
         seen = seen & mask
     return scores.masked_fill(~seen, -INF), scale

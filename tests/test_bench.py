@@ -18,7 +18,7 @@ from rich.table import Table
 import hopwell
 from hopwell.benchmarks import accuracy, contenders, forward, host
 from hopwell.benchmarks.cells import PRESETS, TOKENS, Cell, select
-from hopwell.benchmarks.contenders import OURS, Contender
+from hopwell.benchmarks.contenders import DETERMINISTIC, OURS, Contender
 from hopwell.benchmarks.forward import Row, relative_error, speedup
 
 from .reference import attention as exact_attention
@@ -103,6 +103,8 @@ ROWS = [
 
 def test_ratios() -> None:
     assert [speedup(row) for row in ROWS] == [0.5, 2.0, None, None]
+    bitwise = replace(ROWS[1], values={**ROWS[1].values, DETERMINISTIC: 1.0})
+    assert speedup(bitwise) == 2.0  # no peer
     assert [relative_error(row) for row in ROWS] == [2.0, 0.5, None, None]
     assert ROWS[0].tflops(OURS) == pytest.approx(CELL.flops / 10e-6 / 1e12)
     assert ROWS[1].tflops("FA3") is None
@@ -256,6 +258,8 @@ def test_absent_peers_have_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders.importlib, "import_module", absent)
     there, lines = contenders.contenders()
     assert [contender.name for contender in there] == [OURS, "cuDNN"]
+    twice, _ = contenders.contenders(backward=True)
+    assert [contender.name for contender in twice] == [OURS, DETERMINISTIC, "cuDNN"]
     assert lines == [
         "FA3 is left out: no fa3_fwd_interface; install fa3-fwd to have it",
         "FA4 is left out: no flash_attn.cute; install flash-attn-4 to have it",
@@ -275,7 +279,7 @@ def test_the_command_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(forward.checks, "gpu_to_measure", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     there = [Contender(name, lambda *_: None, contenders._first) for name in (OURS, "cuDNN")]
-    monkeypatch.setattr(forward, "contenders", lambda: (there, ["FA3 is left out"]))
+    monkeypatch.setattr(forward, "contenders", lambda backward: (there, ["FA3 is left out"]))
     monkeypatch.setattr(forward, "times", lambda _: {OURS: 2.0, "cuDNN": 3.0})
     error = {OURS: 2.0, "cuDNN": 1.0}
     monkeypatch.setattr(forward.accuracy, "errors", lambda *_, **__: {"out": error})

@@ -57,11 +57,11 @@ def errors(case: Case, device: str, how: str, layout: str, seed: int) -> dict[st
         leaves = [t.detach().requires_grad_() for t in inputs]
         out = hopwell.attention(*leaves, scale=case.scale, causal=case.causal)
         found = torch.autograd.grad(out, leaves, dout)
-    right = gradients(dout.cpu(), *(t.cpu() for t in inputs), scale=case.scale, causal=case.causal)
+    right = gradients(dout, *inputs, scale=case.scale, causal=case.causal)
     named = {"dq": right.dq, "dk": right.dk, "dv": right.dv}
     result: dict[str, float] = {}
     for ours, (name, exact) in zip(found, named.items(), strict=True):
-        ours = ours.cpu().double()
+        ours = ours.double()
         norm = exact.norm().item()
         error = (ours - exact).norm().item() / norm if norm else float(ours.abs().max() > 0)
         result[name] = error if error == error else float("inf")
