@@ -27,7 +27,7 @@ test: $(installed)
 	$(bin)/python -m pytest -n $(JOBS) --dist loadfile
 
 mutation: $(installed)
-	$(bin)/python -m tests.emulator.mutation forward-64 forward-128 fa4-forward fa4-backward
+	$(bin)/python -m tests.emulator.mutation forward-64 forward-128 backward-64 fa4-forward fa4-backward
 
 lint: $(installed)
 	$(bin)/ruff check

@@ -206,8 +206,8 @@ def backward(
     out and lse are taken as given: those of `forward`, or of more keys than k has, as in a ring,
     where they belong to the whole row and the gradients are the share of these keys.
 
-    Takes a workspace for the time of the call: dq in float32 and two numbers a row, with len_q and
-    head_dim rounded up to 64, and two numbers for each 64 rows.
+    Takes a workspace for the time of the call: dq in float32 and two numbers a row, with head_dim
+    rounded up to 64 and len_q to whole tiles of 64 to 96 rows, and one number for each tile.
 
     Args:
         dout, out: of the shape and dtype that `forward` returns.

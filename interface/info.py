@@ -98,8 +98,9 @@ def _kernels() -> list[dict[str, Any]]:
 def resources(arch: str, head_dims: Sequence[Any]) -> list[dict[str, Any]]:
     """What the bf16 kernels take of an SM; compiles those that the cache lacks.
 
-    Of the three kernels of a backward function the row is the main one's; what a kernel does not
-    have is None.
+    Of the three kernels of a backward function the row is the main one's: its dO has the stages of
+    Q, K and V have none, and the warpgroup that loads computes dQ too. What a kernel does not have
+    is None.
 
     Args:
         arch: SM version.

@@ -86,8 +86,9 @@ class BwdRowsum:
             if (i + 1) * THREADS * QUAD <= self.zeros or quad < self.zeros // QUAD:
                 cute.autovec_copy(zeros, quads[None, quad])
         if const_expr(self.deterministic):
+            turn = args.workspace.turns.iterator + number
             if thread == 0:
-                (args.workspace.turns.iterator + number).store(Int32(0))
+                turn.store(Int32(0))
 
     @cute.jit
     def sum_rows(self, args: Args, first: Int32, head: Int32, batch: Int32):

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr, pipeline
+from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
@@ -314,7 +314,7 @@ class BwdSm90:
 
     @cute.jit
     def reduce(self, args: Args, edges, smem: Smem):
-        """Warpgroup 0: dS, K (smem) -> dQ (global, float32); one warp of it: TMA, global -> smem."""
+        """Warpgroup 0: dS, K (smem) -> dQ (global, float32); one warp: TMA, global -> smem."""
         keys = self.keys(args)
         begin, _, end = keys.mask.q_tiles(keys.first, self.tiles.tile_kv, self.tiles.tile_q)
         gqa_group = args.q.shape[2] // args.k.shape[2]
@@ -403,7 +403,8 @@ class BwdSm90:
                 turn.wait()  # under the product
             warpgroup.wait_group(0)
             if const_expr(block == blocks - 1):
-                if number + self.tiles.ds_stages < total:  # somebody waits for it
+                awaited = number + self.tiles.ds_stages < total
+                if awaited:
                     cute.arch.barrier_arrive(**self.graph.numbered("ds_free", stage))
             add_quads(acc_dQ, place[None, None, block])
 
@@ -591,8 +592,9 @@ class BwdSm90:
         issue(share.mma_s, share.acc_dP, share.tPrV.steps(), dO, False)
         warpgroup.wait_group(0)
         if const_expr(not self.by_keys):
+            before = number - 1  # its products are over, too
             if number > 0:
-                self.release(edges, number - 1)
+                self.release(edges, before)
         if number >= self.tiles.ds_stages:
             cute.arch.barrier(**self.graph.numbered("ds_free", turn))
         Q, dO = share.tKrQ.stage(state.index).steps(), share.tVrdO.stage(state.index).steps()

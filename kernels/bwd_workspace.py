@@ -1,8 +1,8 @@
 """What backward's three kernels hand on in global memory: dQ in the making, LSE and D, float32.
 
-dQ is kept in *fragment order*: for each tile of Q and each consumer warpgroup, the registers of its
-accumulator four by four, thread after thread, so that what a warp adds at once is 512 bytes in one
-piece. The rows of a sequence are padded to whole tiles.
+dQ is kept in *fragment order*: for each block of each tile of Q, the registers of its accumulator
+four by four, thread after thread, so that what a warp adds at once is 512 bytes in one piece. The
+rows of a sequence are padded to whole tiles.
 """
 
 from dataclasses import dataclass

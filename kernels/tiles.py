@@ -330,9 +330,11 @@ class BackwardTiles(Row):
     def check_shape(self) -> None:
         if self.split not in ("keys", "columns"):
             raise ValueError(f"split={self.split!r}: needs 'keys' or 'columns'")
-        if self.tile_q % WGMMA_DEPTH or not 0 < self.tile_q <= 256:
-            raise ValueError(f"tile_q={self.tile_q}: needs a multiple of {WGMMA_DEPTH} up to 256")
-        if self.dq_rows % WGMMA_DEPTH or self.tile_q % self.dq_rows:
+        parts = 1 if self.split == "keys" else self.consumer_warpgroups
+        slices = WGMMA_DEPTH * parts  # a warpgroup computes its part of the scores by these
+        if self.tile_q % slices or not 0 < self.tile_q <= 256:
+            raise ValueError(f"tile_q={self.tile_q}: needs a multiple of {slices} up to 256")
+        if self.dq_rows <= 0 or self.dq_rows % WGMMA_DEPTH or self.tile_q % self.dq_rows:
             raise ValueError(
                 f"dq_rows={self.dq_rows}: needs a multiple of {WGMMA_DEPTH} that divides "
                 f"tile_q={self.tile_q}"

@@ -8,7 +8,13 @@ import torch
 
 from hopwell import emulator
 from hopwell.emulator import loader
-from hopwell.kernels import ForwardFacts, forward_kernel
+from hopwell.kernels import (
+    BackwardFacts,
+    ForwardFacts,
+    backward_function,
+    backward_workspace,
+    forward_kernel,
+)
 
 from .mutation import Case
 
@@ -39,6 +45,26 @@ def forward(head_dim: int, causal: bool) -> Case:
     return Case(run, grid=(1, 1, 1))
 
 
+def backward(head_dim: int) -> Case:
+    """Our own backward kernels, two CTAs of the main one: all tiles need a mask in one, none in
+    the other; both have more tiles of Q than there are stages."""
+    q, k, v = _inputs(400, 150, head_dim)
+    facts = BackwardFacts("bfloat16", head_dim, head_dim, causal=False)
+    function, fakes, options = backward_function("sm_90a", facts)
+    compiled = loader.compile(function, *fakes, arch="sm_90a", options=options)
+    dout, out = torch.randn_like(q), torch.randn_like(q)
+    lse = torch.full((1, 1, len(q[0])), 6.0)
+    floats = backward_workspace("sm_90a", facts, 1, 1, len(q[0]))
+
+    def run() -> tuple[torch.Tensor, ...]:
+        gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        workspace = torch.zeros(floats)
+        compiled(dout, q, k, v, out, lse, *gradients, workspace, head_dim**-0.5, False)
+        return gradients
+
+    return Case(run)
+
+
 def fa4_forward(head_dim: int, causal: bool) -> Case:
     """The peer package's forward kernel."""
     from . import fa4
@@ -61,6 +87,7 @@ def fa4_backward(head_dim: int, causal: bool) -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "forward-64": lambda: forward(64, causal=True),
     "forward-128": lambda: forward(128, causal=False),
+    "backward-64": lambda: backward(64),
     "fa4-forward": lambda: fa4_forward(128, causal=True),
     "fa4-backward": lambda: fa4_backward(128, causal=True),
 }

@@ -1,5 +1,7 @@
 """Mistakes in the source of the forward kernel, each a small edit of one file.
 
+Those of backward are in `backward_faults`.
+
 Each edit is one that an engineer makes: a line forgotten, two lines in the wrong order, a bound off
 by one. It is made in a private copy of the file, so that what the checker says can be held against
 the source line it names.
@@ -11,6 +13,7 @@ import importlib.util
 import linecache
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +28,7 @@ from hopwell.kernels import ForwardFacts
 from hopwell.kernels.tiles import Tiles
 
 PACKAGE = Path(kernels.__file__).parents[1]
+KERNEL = "kernels/fwd_sm90.py"
 FACTS = ForwardFacts("bfloat16", 32, 32, causal=False)
 CAUSAL = replace(FACTS, causal=True)
 # Small, to compile fast; two consumer warpgroups, so that everything that synchronises is there.
@@ -53,7 +57,7 @@ FEW_KEYS = 60  # one K/V tile for each stage: no wait for a free one orders anyt
 
 
 @dataclass(frozen=True)
-class Fault:
+class SourceFault:
     """Edits of a file of the package; what the first finding must say of it."""
 
     name: str
@@ -62,14 +66,20 @@ class Fault:
     message: str  # regular expression
     line: str  # what stands in the source line that the finding names; "": it names none
     other: str = ""  # what stands in the line that `message` names by its `OTHER`
-    file: str = "kernels/fwd_sm90.py"
+    file: str = KERNEL
+    order: Literal["eager", "random"] = "eager"
+
+
+@dataclass(frozen=True)
+class Fault(SourceFault):
+    """One of the forward kernel."""
+
     facts: ForwardFacts = FACTS
     tiles: Tiles = TILES
     len_q: int = LEN_Q
     len_kv: int = LEN_KV
     ctas: int | None = None  # fewer than there are tiles: each takes several
     before: tuple[int, int] | None = None  # heads and CTAs of a launch with the same counter
-    order: Literal["eager", "random"] = "eager"
 
 
 OTHER = r"(?P<file>\w+\.py):(?P<line>\d+)"
@@ -509,7 +519,8 @@ FAULTS = [
 
 def findings(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> list[emulator.Finding]:
     """What the checker says of the kernel with the fault in it."""
-    kernel = edited(fault, folder, patch).FwdSm90(fault.facts, fault.tiles)
+    module = edited(fault, folder, patch, dict.fromkeys((fault.file, KERNEL)))
+    kernel = module.FwdSm90(fault.facts, fault.tiles)
     compiled = loader.compile(
         kernel, *kernel.fake_arguments(), arch="sm_90a", options="--enable-tvm-ffi"
     )
@@ -536,8 +547,10 @@ def findings(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> list[emul
     return session.report.findings
 
 
-def edited(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> Any:
-    """The module of the kernel, with the fault in the file that has it."""
+def edited(
+    fault: SourceFault, folder: Path, patch: pytest.MonkeyPatch, files: Iterable[str]
+) -> Any:
+    """The last module of `files`, loaded in their order, with the fault in the one that has it."""
     source = PACKAGE / fault.file
     text = source.read_text()
     for old, new in fault.edits.items():
@@ -545,11 +558,10 @@ def edited(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> Any:
         text = text.replace(old, new)
     copy = folder / source.name
     copy.write_text(text)
-    kernel = "kernels/fwd_sm90.py"
-    if fault.file != kernel:
-        _load(fault.file, copy, patch)
-        return _load(kernel, PACKAGE / kernel, patch)
-    return _load(kernel, copy, patch)
+    module = None
+    for file in files:
+        module = _load(file, copy if file == fault.file else PACKAGE / file, patch)
+    return module
 
 
 def _load(file: str, path: Path, patch: pytest.MonkeyPatch) -> Any:

@@ -22,6 +22,19 @@ _POSTED = (
     "consumers that have released the Q before that"
 )
 _TOGETHER = "the commit of dK's store takes dV's along"
+_NOT_AGAIN = (
+    "nobody waits for these to be free: K and V come once, and five tiles of Q fill three stages"
+)
+_BOTH = (
+    "the first stages were never filled; later ones of Q and dO are released once the products of "
+    "both are over, and that of Q is waited for first"
+)
+_HANDED_OVER = (
+    "the consumers waited for K before they handed over dS, which this warpgroup waits for"
+)
+_NEXT_COMMIT = "the next commit takes these products along, and one wait is for all of them"
+_AT_END = "split by keys, products are over at the end of each tile; by columns, here"
+_UNWRITTEN = "place_free: no thread wrote what is read next but dS, which has a fence of its own"
 
 _FENCE = "dropped: wgmma.fence.sync.aligned in `@cute.jit`"
 _TURN = (
@@ -32,6 +45,8 @@ _WAIT = "wait dropped: mbarrier.try_wait.parity.shared.b64 in "
 _K_RELEASE = "mbarrier.arrive.shared.b64 in `k.release()`"
 _RELEASE = "mbarrier.arrive.shared.b64 in `pipeline_q.consumer_release_w_index(0)`"
 _WGMMA_WAIT = "wgmma.wait_group.sync.aligned in `warpgroup.wait_group(wg_wait)`"
+_LAST_WAIT = "wgmma.wait_group.sync.aligned in `warpgroup.wait_group(0)`"
+_INIT = "mbarrier.init.shared.b64 in `else pipeline.PipelineTmaAsync.create(`"
 _BULK_WAIT = "cp.async.bulk.wait_group.read in `cute.arch.cp_async_bulk_wait_group(1, read=True)`"
 
 HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
@@ -48,6 +63,25 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
         f"doubled: {_K_RELEASE}": (1, _NEVER),
         _WAIT + "`stage = load_tile.acquire_and_advance()`": (2, _RING),
         _WAIT + "`stage = load_q.acquire_and_advance()`": (1, _POSTED),
+    },
+    "backward-64": {
+        _FENCE: (14, _COVERED),
+        f"count + 1: {_INIT}": (4, _NOT_AGAIN),
+        f"count - 1: {_INIT}": (2, _NOT_AGAIN),
+        _WAIT + "`stage = load_k.acquire_and_advance()`": (1, _FRESH),
+        _WAIT + "`stage = load_v.acquire_and_advance()`": (1, _FRESH),
+        _WAIT + "`edge.producer_acquire(state)`": (3, _BOTH),
+        _WAIT + "`edges.load_k.make_consumer().wait()`": (1, _HANDED_OVER),
+        "dropped: wgmma.commit_group.sync.aligned in `warpgroup.commit_group()`": (
+            24,
+            _NEXT_COMMIT,
+        ),
+        f"dropped: {_LAST_WAIT}": (1, _AT_END),
+        f"one group more: {_LAST_WAIT}": (1, _AT_END),
+        "dropped: fence.proxy.async.shared::cta in `cute.arch.fence_view_async_shared()`": (
+            1,
+            _UNWRITTEN,
+        ),
     },
     "fa4-forward": {
         _FENCE: (3, _COVERED),

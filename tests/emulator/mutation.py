@@ -3,7 +3,7 @@
 A mutant is caught if the checker names a fault under one of a few orders of execution. What is not
 caught must stand in `harmless.py` with the reason. Run by hand for the whole table:
 
-    python -m tests.emulator.mutation forward-64 forward-128 fa4-forward fa4-backward
+    make mutation
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Mutant:
     edit: str
     instruction: str
     source: tuple[str, int]
-    text: str  # the whole edited PTX
+    original: str  # the whole PTX, which may hold other kernels
+    text: str  # and edited
 
     @property
     def place(self) -> str:
@@ -72,9 +73,8 @@ def mutants_of(launch: loader.Launch) -> Iterator[Mutant]:
         start, stop = instruction.span
         for edit, replacement in edits(instruction):
             text = launch.ptx[:start] + replacement + launch.ptx[stop:]
-            yield Mutant(
-                launch.entry, instruction.index, edit, instruction.text, instruction.source, text
-            )
+            named = launch.entry, instruction.index, edit, instruction.text, instruction.source
+            yield Mutant(*named, launch.ptx, text)
 
 
 def edits(ins: ptx.Instruction) -> Iterator[tuple[str, str]]:
@@ -136,25 +136,25 @@ def _split(text: str) -> list[str]:
 class _Session(Session):
     """Runs a mutant in place of the kernel it was made from, and keeps every launch."""
 
-    def __init__(self, options: emulator.Options, case: Case, original: str, mutant: str) -> None:
+    def __init__(self, options: emulator.Options, case: Case, mutant: Mutant | None) -> None:
         super().__init__(options)
-        self.case, self.edit = case, (original, mutant)
-        self.launches: dict[str, loader.Launch] = {}
+        self.case, self.mutant = case, mutant
+        self.launches: dict[tuple[str, str], loader.Launch] = {}
 
     def launch(self, launch: loader.Launch) -> None:
-        self.launches.setdefault(launch.ptx, launch)
-        original, mutant = self.edit
-        if launch.ptx == original:
-            launch = dataclasses.replace(launch, ptx=mutant)
+        self.launches.setdefault((launch.ptx, launch.entry), launch)
+        mutant = self.mutant
+        if mutant and (launch.ptx, launch.entry) == (mutant.original, mutant.kernel):
+            launch = dataclasses.replace(launch, ptx=mutant.text)
         if self.case.grid:
             launch = dataclasses.replace(launch, grid=self.case.grid)
         super().launch(launch)
 
 
-def execute(case: Case, order: str, seed: int, original: str = "", mutant: str = "") -> tuple:
-    """(outputs or None, finding or None, launches by PTX) of one run."""
+def execute(case: Case, order: str, seed: int, mutant: Mutant | None = None) -> tuple:
+    """(outputs or None, finding or None, launches by PTX and entry) of one run."""
     options = emulator.Options(counters=False, order=order, seed=seed, max_findings=1)
-    session = _Session(options, case, original, mutant)
+    session = _Session(options, case, mutant)
     outputs, finding = None, None
     with loader.intercept(session.launch):
         try:
@@ -164,11 +164,11 @@ def execute(case: Case, order: str, seed: int, original: str = "", mutant: str =
     return outputs, finding, session.launches
 
 
-def judge(case: Case, launch: loader.Launch, mutant: Mutant, expected: Outputs) -> Verdict:
+def judge(case: Case, mutant: Mutant, expected: Outputs) -> Verdict:
     """Runs one mutant until an order shows a fault."""
     changed = False
     for order, seed in ORDERS:
-        outputs, finding, _ = execute(case, order, seed, launch.ptx, mutant.text)
+        outputs, finding, _ = execute(case, order, seed, mutant)
         if finding is not None:
             return Verdict(mutant, finding, f"{order} {seed}", False)
         changed |= any(not _close(a, b) for a, b in zip(outputs, expected, strict=True))
@@ -188,7 +188,7 @@ def survey(case: Case, every: int = 1) -> list[Verdict]:
     expected, finding, launches = execute(case, "eager", 0)
     assert finding is None, f"the unmutated kernel has a finding: {finding}"
     return [
-        judge(case, launch, mutant, expected)
+        judge(case, mutant, expected)
         for launch in launches.values()
         for mutant in list(mutants_of(launch))[::every]
     ]

@@ -12,7 +12,9 @@ import torch
 
 from hopwell import emulator
 
-from .faults import FAULTS, Fault, findings, line_of, other_line
+from . import backward_faults
+from .backward_faults import BackwardFault
+from .faults import FAULTS, Fault, SourceFault, findings, line_of, other_line
 from .kernels import faulty
 from .kernels.launch import launch
 
@@ -23,14 +25,31 @@ def test_fault_in_the_forward_kernel(
 ) -> None:
     found = findings(fault, tmp_path, monkeypatch)
     assert found, "nothing was found"
-    first = found[0]
-    assert first.kind == fault.kind
-    said = re.search(fault.message, first.message)
-    assert said, first.message
-    assert fault.line in line_of(first)
-    assert "FwdSm90" in first.kernel
+    check(found[0], fault, tmp_path)
+    assert "FwdSm90" in found[0].kernel
+
+
+@pytest.mark.parametrize("fault", backward_faults.FAULTS, ids=lambda fault: fault.name)
+def test_fault_in_the_backward_kernels(
+    fault: BackwardFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = backward_faults.verdict(fault, tmp_path, monkeypatch)
+    assert found, "nothing was found"
+    check(found, fault, tmp_path)
+
+
+def test_no_fault_in_the_backward_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backward_faults.verdict(backward_faults.SOUND, tmp_path, monkeypatch) is None
+
+
+def check(found: emulator.Finding, fault: SourceFault, folder: Path) -> None:
+    """It says what the fault is, and where."""
+    assert found.kind == fault.kind
+    said = re.search(fault.message, found.message)
+    assert said, found.message
+    assert fault.line in line_of(found)
     if fault.other:
-        assert fault.other in other_line(said, tmp_path)
+        assert fault.other in other_line(said, folder)
 
 
 class Mistake(NamedTuple):

@@ -8,7 +8,13 @@ from .mutation import Score, survey
 
 @pytest.mark.parametrize(
     ("name", "every"),
-    [("forward-64", 1), ("forward-128", 5), ("fa4-forward", 10), ("fa4-backward", 10)],
+    [
+        ("forward-64", 1),
+        ("forward-128", 5),
+        ("backward-64", 5),
+        ("fa4-forward", 10),
+        ("fa4-backward", 10),
+    ],
 )
 def test_mutants_are_caught_and_named_or_known_to_be_harmless(name: str, every: int) -> None:
     if name.startswith("fa4"):

@@ -407,7 +407,7 @@ def test_nan_stays_in_its_batch_and_heads(emulation: Emulation) -> None:
 def test_a_new_length_batch_or_head_count_never_compiles(emulation: Emulation) -> None:
     raw(*inputs())
     before = compiling.counts.compiled
-    for shapes in ((1, 1, (1, 1), 1), (65, 129, (6, 2), 2), (130, 64, (3, 3), 1)):
+    for shapes in ((1, 1, (1, 1), 1), (97, 129, (6, 2), 2), (192, 64, (3, 3), 1)):
         dout, *given = inputs(*shapes)
         found, true = raw(dout, *given), reference.gradients(dout, *given)
         for name, gradient in zip(("dq", "dk", "dv"), found, strict=True):

@@ -114,10 +114,10 @@ def test_info_lists_what_kernels_take_of_an_sm() -> None:
         ("forward", 8, 16, False, False, 192, 2),
         ("forward", 8, 16, True, False, 192, 2),
         ("forward", 8, 16, True, True, 128, 2),
-        ("backward", 64, 64, False, None, 64, 2),
-        ("backward", 64, 64, True, None, 64, 2),
-        ("backward", 8, 16, False, None, 64, 2),
-        ("backward", 8, 16, True, None, 64, 2),
+        ("backward", 64, 64, False, None, 96, 3),
+        ("backward", 64, 64, True, None, 96, 3),
+        ("backward", 8, 16, False, None, 96, 3),
+        ("backward", 8, 16, True, None, 96, 3),
     ]
     for row in found:
         entry, load, consume = (row[f"registers_{role}"] for role in ("entry", "load", "consume"))

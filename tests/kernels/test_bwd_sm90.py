@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hopwell.kernels import BackwardFacts
+from hopwell.kernels.tiles import BACKWARD, BackwardTiles
 
 from .backward import CAUSAL, D64, D64_FULL, D256, FULL, case, check, exact, run
 
@@ -30,6 +31,16 @@ def test_against_float64(
     facts: BackwardFacts, len_q: int, len_kv: int, heads: tuple[int, int], batch: int
 ) -> None:
     check(facts, case(facts, len_q, len_kv, heads, batch))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("row", BACKWARD, ids=lambda row: f"{row.head_dim}-{row.head_dim_v}")
+def test_lengths_around_a_multiple_of_the_rows_tile(row: BackwardTiles, causal: bool) -> None:
+    """Of queries, one less and one more; of keys, as many, so that the diagonal crosses tiles."""
+    facts = BackwardFacts("bfloat16", row.head_dim, row.head_dim_v, causal)
+    tile = row.tile_q
+    for len_q, len_kv in [(2 * tile - 1, row.tile_kv + 1), (tile + 1, tile + 1), (tile, 3 * tile)]:
+        check(facts, case(facts, len_q, len_kv, (2, 1)))
 
 
 @pytest.mark.parametrize("order", ["deferred", "random"])

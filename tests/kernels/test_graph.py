@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 
+from hopwell.kernels.tiles import BACKWARD, BackwardTiles
+from hopwell.pipelines.backward_sm90 import backward_graph
 from hopwell.pipelines.forward_sm90 import forward_graph
 from hopwell.pipelines.graph import Edge, Graph, Rendezvous, Role
 
@@ -48,6 +50,34 @@ def test_named_barriers_do_not_overlap_and_leave_zero_alone(groups: int) -> None
         for i in range(meeting.count)
     ]
     assert numbers == list(range(1, 1 + groups))
+
+
+@pytest.mark.parametrize("row", BACKWARD, ids=lambda row: str(row.head_dim))
+def test_counts_and_barriers_of_backward(row: BackwardTiles) -> None:
+    g = backward_graph(
+        consumer_warpgroups=row.consumer_warpgroups,
+        stages=row.stages,
+        ds_stages=row.ds_stages,
+        k_bytes=row.k_bytes,
+        v_bytes=row.v_bytes,
+        q_bytes=row.q_bytes,
+        do_bytes=row.do_bytes,
+        registers_load=row.registers_load,
+        registers_consume=row.registers_consume,
+    )
+    assert g.threads == row.threads == 384
+    assert g.mbarriers == 2 * (1 + 1 + 2 * row.stages)
+    assert all(g.arrive_counts(edge) == (1, 8) for edge in g.edges)
+    # A dS for each of two tiles, of which all three warpgroups know: two write, one reads.
+    assert {meeting.name: g.barrier(meeting.name) for meeting in g.rendezvous} == {
+        "ds_there": (1, 384),
+        "ds_free": (3, 384),
+        "p_there": (5, 256),
+        "place_free": (6, 256),
+        "place_full": (7, 256),
+        "dq_turn": (8, 128),
+    }
+    assert g.numbered("ds_free", 1) == {"barrier_id": 4, "number_of_threads": 384}
 
 
 def test_an_unknown_rendezvous_is_a_key_error() -> None:

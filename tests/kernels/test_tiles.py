@@ -179,15 +179,22 @@ def test_backward_has_tiles_for_every_pair_of_head_dims(head_dim: int, head_dim_
     assert (tiles.head_dim, tiles.head_dim_v) == (head_dim, head_dim_v)
     assert tiles.q_columns >= head_dim and tiles.dq_columns >= tiles.q_columns
     assert tiles.v_columns >= head_dim_v
-    # What the kernels' threads share among them comes out even.
-    assert tiles.tile_q * tiles.dq_columns % (4 * 128 * tiles.consumer_warpgroups) == 0
-    assert tiles.workspace_floats(2, 3, 1) == 6 * (tiles.tile_q * (tiles.dq_columns + 2) + 2)
+    # The blocks of dQ are a whole tile; a block, four registers of each of 128 threads at a time.
+    columns, rows = tiles.dq_block
+    assert tiles.dq_blocks * columns * rows == tiles.tile_q * tiles.dq_columns
+    assert columns * rows % (4 * 128) == 0
+    assert tiles.workspace_floats(2, 3, 1) == 6 * (tiles.tile_q * (tiles.dq_columns + 2) + 1)
+    one_more = tiles.workspace_floats(2, 3, tiles.tile_q + 1)
+    assert one_more == 2 * tiles.workspace_floats(2, 3, tiles.tile_q)
 
 
 @pytest.mark.parametrize(
     ("dims", "row"),
     [
-        ((8, 8), (128, 128)),
+        ((8, 8), (64, 64)),
+        ((64, 72), (96, 96)),
+        ((96, 96), (96, 96)),
+        ((8, 104), (128, 128)),
         ((128, 128), (128, 128)),
         ((136, 8), (256, 256)),
         ((192, 128), (256, 256)),
@@ -203,8 +210,21 @@ def test_the_smallest_backward_row_that_holds_both_is_taken(
     ("changes", "message"),
     [
         ({"split": "rows"}, "split='rows'"),
+        ({"tile_q": 72, "dq_rows": 72}, "tile_q=72: needs a multiple of 16 up to 256"),
+        ({"tile_q": 272, "dq_rows": 16}, "tile_q=272"),
+        ({"tile_q": 0}, "tile_q=0"),
+        ({"split": "columns", "tile_q": 80, "dq_rows": 80}, "tile_q=80: needs a multiple of 32"),
+        ({"dq_rows": 24}, "dq_rows=24: needs a multiple of 16 that divides tile_q=96"),
+        ({"dq_rows": 64}, "dq_rows=64"),
+        ({"dq_rows": 192}, "dq_rows=192"),
+        ({"dq_rows": 0}, "dq_rows=0"),
+        ({"dq_rows": -48}, "dq_rows=-48"),
+        ({"stages": 1}, "stages=1: needs one to read while another is loaded"),
+        ({"stages": 7}, "smem_bytes="),
         ({"head_dim": 256, "head_dim_v": 256}, "smem_bytes="),
+        ({"registers_load": 128}, "registers=65536: a CTA gets 64512"),
         ({"registers_consume": 248}, "registers="),
+        ({"registers_load": 180}, "registers_load=180"),
         ({"arch": "sm_80"}, "arch='sm_80'"),
         ({"head_dim": 4}, "head_dim=4"),
     ],
@@ -212,6 +232,26 @@ def test_the_smallest_backward_row_that_holds_both_is_taken(
 def test_a_backward_row_that_cannot_run_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         replace(BACKWARD[0], **changes)
+
+
+def test_sizes_of_a_backward_row() -> None:
+    row = backward_tiles("sm_90a", 64, 64)
+    assert (row.tile_q, row.tile_kv, row.dq_block, row.dq_blocks) == (96, 128, (64, 48), 2)
+    assert row.k_bytes == row.v_bytes == 128 * 64 * 2
+    assert row.do_bytes == 96 * 64 * 2
+    assert row.q_bytes == row.do_bytes + 2 * 96 * 4  # with LSE and D
+    assert row.exchange_bytes == 2 * 96 * 128 * 2  # two tiles of dS
+    stages = 3 * (row.q_bytes + row.do_bytes)
+    assert row.smem_bytes == 1024 + 2 * row.k_bytes + stages + row.exchange_bytes
+    by_columns = backward_tiles("sm_90a", 256, 256)
+    assert (by_columns.tile_kv, by_columns.dq_blocks) == (64, 4)
+    assert by_columns.exchange_bytes == 2 * 2 * 64 * 64 * 2  # and of P
+
+
+def test_backward_rows_are_keyed_once_and_give_a_reason() -> None:
+    assert len({(row.arch, row.head_dim, row.head_dim_v) for row in BACKWARD}) == len(BACKWARD)
+    assert len({row.reason for row in BACKWARD}) == len(BACKWARD)
+    assert all(row.reason for row in BACKWARD)
 
 
 def test_no_backward_row_is_a_lookup_error() -> None:
