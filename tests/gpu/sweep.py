@@ -20,10 +20,9 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 
 import click
 import torch
@@ -74,19 +73,19 @@ def configurations(count: int, rng: random.Random) -> list[Configuration]:
     ]
 
 
-def build(one: Configuration, backward: bool) -> None:
+def build(one: Configuration) -> None:
     """Compile into the cache on disk."""
     dims = (one.head_dim, one.head_dim_v)
-    hopwell.compile(
-        ARCH, dtypes=[one.dtype], head_dims=[dims], causal=[one.causal], backward=backward
-    )
+    hopwell.compile(ARCH, dtypes=[one.dtype], head_dims=[dims], causal=[one.causal])
 
 
-def build_all(there: list[Configuration], jobs: int, backward: bool = False) -> None:
+def build_all(
+    there: list[Configuration], jobs: int, build: Callable[[Configuration], None] = build
+) -> None:
     """One process each: the compiler is not for threads."""
     start = time.perf_counter()
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(partial(build, backward=backward), there))
+        list(pool.map(build, there))
     print(f"{len(there)} configurations compiled in {time.perf_counter() - start:.0f} s")
 
 

@@ -15,15 +15,21 @@ import random
 import sys
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import click
 import torch
 
 import hopwell
+from hopwell.interface import compile as compiling
+from hopwell.interface import env
+from hopwell.interface.cache import Store
 from hopwell.interface.demo import Case
+from hopwell.interface.functions import DTYPE_NAMES, backward_spec
+from hopwell.kernels import BackwardFacts
 from hopwell.kernels.tiles import HEAD_DIMS
 
-from ..reference import gradients
+from ..reference import attention, gradients
 from .sweep import ARCH, Configuration, build_all, draw, place
 
 PAIRS = ((192, 128), (128, 96), (64, 128))  # of head_dim and head_dim_v, that models have
@@ -41,29 +47,36 @@ def configurations() -> list[Configuration]:
     ]
 
 
+def build(one: Configuration) -> None:
+    """Compile into the cache on disk."""
+    facts = BackwardFacts(DTYPE_NAMES[one.dtype], one.head_dim, one.head_dim_v, one.causal)
+    compiling.save(backward_spec(ARCH, facts), Store(env.cache_dir()))
+
+
 def errors(case: Case, device: str, how: str, layout: str, seed: int) -> dict[str, float]:
-    """Relative errors of dq, dk and dv of `attention`, inf where one holds a NaN."""
-    inputs = place(case.inputs(device), how)
+    """Relative errors of dq, dk and dv of `backward`, inf where one holds a NaN.
+
+    Out and LSE are those of float64, rounded: forward has a sweep of its own.
+    """
+    options: dict[str, Any] = {"scale": case.scale, "causal": case.causal}
+    inputs = case.inputs(device)
     dout = torch.randn(
         (case.batch, case.len_q, case.heads, case.head_dim_v or case.head_dim),
         generator=torch.Generator().manual_seed(seed),
     ).to(device, case.dtype)
+    right, forward = gradients(dout, *inputs, **options), attention(*inputs, **options)
+    given = place((dout, *inputs, forward.out.to(case.dtype)), how)
     if layout == "bhsd":
-        leaves = [t.transpose(1, 2).detach().requires_grad_() for t in inputs]
-        out = hopwell.attention(*leaves, scale=case.scale, causal=case.causal, layout="bhsd")
-        found = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
-        found = tuple(t.transpose(1, 2) for t in found)
-    else:
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        out = hopwell.attention(*leaves, scale=case.scale, causal=case.causal)
-        found = torch.autograd.grad(out, leaves, dout)
-    right = gradients(dout, *inputs, scale=case.scale, causal=case.causal)
+        given = tuple(tensor.transpose(1, 2) for tensor in given)
+    found = hopwell.backward(*given, forward.lse.float(), layout=layout, **options)
+    if layout == "bhsd":
+        found = tuple(tensor.transpose(1, 2) for tensor in found)
     named = {"dq": right.dq, "dk": right.dk, "dv": right.dv}
     result: dict[str, float] = {}
     for ours, (name, exact) in zip(found, named.items(), strict=True):
-        ours = ours.double()
         norm = exact.norm().item()
-        error = (ours - exact).norm().item() / norm if norm else float(ours.abs().max() > 0)
+        off = (ours.double() - exact).norm().item()
+        error = off / norm if norm else float(ours.abs().max() > 0)
         result[name] = error if error == error else float("inf")
     return result
 
@@ -79,7 +92,7 @@ def main(cases: int, jobs: int, seed: int, longest: int, emulated: bool) -> None
     rng, there = random.Random(seed), configurations()
     if emulated:
         there, longest = rng.sample(there, min(3, cases)), 200
-    build_all(there, jobs, backward=True)
+    build_all(there, jobs, build)
     worst: dict[torch.dtype, Counter[str]] = {dtype: Counter() for dtype in LIMITS}
     failed, met = 0, Counter[str]()
     with hopwell.emulate(ARCH) if emulated else contextlib.nullcontext():
