@@ -239,7 +239,7 @@ class BwdSm90:
             tiles=tiles,
             heads=heads_kv,
             batch=batch,
-            # Two rounds of CTAs at least: the last section's long tiles need short ones beside them.
+            # Two for each SM at least: the last section's long tiles need short ones beside them.
             section=cutlass.max(self.sequences_in_l2(q, k), 2 * SMS // tiles),
             start=start,
         )
@@ -339,16 +339,17 @@ class BwdSm90:
             next_tile, next_head = self.after(next_tile, next_head, begin, end)
             cute.arch.barrier(**self.graph.numbered("ds_there", number % self.tiles.ds_stages))
             if const_expr(self.facts.deterministic):
+                last = self.turn(args, reduction, keys, last_tile, last_head)
                 if number > 0:
-                    self.turn(args, reduction, keys, last_tile, last_head).release()
+                    last.release()
                 last_tile, last_head = q_tile, head
             self.add_dq(args, reduction, keys, number, total, q_tile, head)
             q_tile, head = self.after(q_tile, head, begin, end)
         if const_expr(self.facts.deterministic):
+            last = self.turn(args, reduction, keys, last_tile, last_head)
             if total > 0:
-                turn = self.turn(args, reduction, keys, last_tile, last_head)
-                turn.meet()
-                turn.release()
+                last.meet()
+                last.release()
 
     def after(self, q_tile: Int32, head: Int32, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
         """The tile of Q that comes next, and its head."""

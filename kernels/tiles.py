@@ -325,7 +325,7 @@ class BackwardTiles(Row):
     tile_q: int  # queries of one stage
     stages: int  # of Q and of dO
     dq_rows: int  # of dQ, computed at once
-    consumer_warpgroups: int = 2
+    consumer_warpgroups: int = field(default=2, init=False)
 
     def check_shape(self) -> None:
         if self.split not in ("keys", "columns"):

@@ -46,6 +46,7 @@ STEP_FENCE = (
 )
 DS_THERE = '        cute.arch.barrier_arrive(**self.graph.numbered("ds_there", turn))\n'
 DQ_WAIT = "            warpgroup.wait_group(0)\n"
+ADD = "            add_quads(acc_dQ, place[None, None, block])\n"
 LAST_BLOCK = "            if const_expr(block == blocks - 1):\n"
 UNSETTLED = (
     "argument 9 may still be written by the kernel before, which this one has not waited for"
@@ -83,10 +84,7 @@ FAULTS = [
         "dS is free before the product that reads it is waited for",
         {
             DQ_WAIT + LAST_BLOCK: LAST_BLOCK,
-            "            if const_expr(self.facts.deterministic and block == 0):\n": (
-                "            warpgroup.wait_group(0)\n"
-                "            if const_expr(self.facts.deterministic and block == 0):\n"
-            ),
+            ADD: f"{DQ_WAIT}{ADD}",
         },
         kind="race",
         message=rf"write {AT_BYTE} read of wgmma of {REDUCER} at {OTHER}: wgmma\.mma_async\S+ .* "
@@ -119,11 +117,15 @@ FAULTS = [
     ),
     BackwardFault(
         "dS of another tile is waited for",
-        {"stage = number % self.tiles.ds_stages": "stage = (number + 1) % self.tiles.ds_stages"},
+        {
+            '("ds_there", number % self.tiles.ds_stages)': (
+                '("ds_there", (number + 1) % self.tiles.ds_stages)'
+            )
+        },
         kind="deadlock",
         message=rf"no warp can move\n  CTA \(0, 0, 0\) warp 0, 1, 2, 3 at {OTHER}: bar\.sync .*: "
         r"barrier 2 has 128 of 384 threads\n",
-        line='self.graph.numbered("ds_there", stage)',
+        line='self.graph.numbered("ds_there", (number',
     ),
     BackwardFault(
         "dQ is added while its product may still write it",
@@ -216,8 +218,11 @@ FAULTS = [
     BackwardFault(
         "the turn is handed on before the sum is made",
         {
-            "turn.wait()\n": "turn.wait()\n                turn.release()\n",
-            "        if const_expr(self.facts.deterministic):\n            turn.release()\n": "",
+            "turn.wait()  # under the product\n": "turn.wait()\n                turn.release()\n",
+            "                    last.release()\n": "                    pass\n",
+            "                last.meet()\n                last.release()\n": (
+                "                last.meet()\n"
+            ),
         },
         kind="order",
         message="dq's sums have other bits",
