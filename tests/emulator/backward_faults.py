@@ -52,6 +52,23 @@ UNSETTLED = (
     "argument 9 may still be written by the kernel before, which this one has not waited for"
 )
 REDUCER, CONSUMERS = r"warp (0, 1, 2, 3|[0-3])", r"warp (4, 5, 6, 7|8, 9, 10, 11|[4-9]|1[01])"
+PRODUCT, STMATRIX = "cute.gemm(", "cute.copy(copy, own.retile(fragment)"
+LOAD = "cute.copy(atom, source, slot,"
+NO_ORDER, NO_FENCE = "with no synchronisation", r"without fence\.proxy\.async"
+
+
+def overwritten(reader: str, by: str) -> str:
+    """The message of a write to where products may still read."""
+    return (
+        rf"write {AT_BYTE} read of wgmma of {reader} at {OTHER}: wgmma\.mma_async\S+ .* "
+        rf"{NO_ORDER} between them .*{by}"
+    )
+
+
+def read_early(by: str, lack: str = NO_ORDER) -> str:
+    """The message of a product that reads what the consumers may still write."""
+    written = rf"read {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix"
+    return rf"{written}\S+ .* {lack} between them .*{by}"
 
 
 @dataclass(frozen=True)
@@ -75,10 +92,9 @@ FAULTS = [
             )
         },
         kind="race",
-        message=rf"write {AT_BYTE} read of wgmma of {REDUCER} at {OTHER}: wgmma\.mma_async\S+ .* "
-        rf"with no synchronisation between them .*{CONSUMERS}",
-        line="cute.copy(copy, own.retile(fragment)",
-        other="cute.gemm(",
+        message=overwritten(REDUCER, by=CONSUMERS),
+        line=STMATRIX,
+        other=PRODUCT,
     ),
     BackwardFault(
         "dS is free before the product that reads it is waited for",
@@ -87,19 +103,17 @@ FAULTS = [
             ADD: f"{DQ_WAIT}{ADD}",
         },
         kind="race",
-        message=rf"write {AT_BYTE} read of wgmma of {REDUCER} at {OTHER}: wgmma\.mma_async\S+ .* "
-        rf"with no synchronisation between them .*{CONSUMERS}",
-        line="cute.copy(copy, own.retile(fragment)",
-        other="cute.gemm(",
+        message=overwritten(REDUCER, by=CONSUMERS),
+        line=STMATRIX,
+        other=PRODUCT,
     ),
     BackwardFault(
         "dS is there without a fence",
         {STEP_FENCE: ""},
         kind="missing proxy fence",
-        message=rf"read {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix\S+ .* "
-        rf"without fence\.proxy\.async between them .*{REDUCER}",
-        line="cute.gemm(",
-        other="cute.copy(copy, own.retile(fragment)",
+        message=read_early(REDUCER, lack=NO_FENCE),
+        line=PRODUCT,
+        other=STMATRIX,
     ),
     BackwardFault(
         "dS is there before it is written",
@@ -110,10 +124,9 @@ FAULTS = [
             ),
         },
         kind="race",
-        message=rf"read {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix\S+ .* "
-        rf"with no synchronisation between them .*{REDUCER}",
-        line="cute.gemm(",
-        other="cute.copy(copy, own.retile(fragment)",
+        message=read_early(REDUCER),
+        line=PRODUCT,
+        other=STMATRIX,
     ),
     BackwardFault(
         "dS of another tile is waited for",
@@ -151,10 +164,9 @@ FAULTS = [
             )
         },
         kind="race",
-        message=rf"write {AT_BYTE} read of wgmma of {CONSUMERS} at {OTHER}: wgmma\.mma_async\S+ .* "
-        rf"with no synchronisation between them .*{REDUCER}",
-        line="cute.copy(atom, source, slot,",
-        other="cute.gemm(",
+        message=overwritten(CONSUMERS, by=REDUCER),
+        line=LOAD,
+        other=PRODUCT,
     ),
     BackwardFault(
         "split by columns, Q and dO are released before the products that read them are over",
@@ -165,20 +177,18 @@ FAULTS = [
             ),
         },
         kind="race",
-        message=rf"write {AT_BYTE} read of wgmma of {CONSUMERS} at {OTHER}: wgmma\.mma_async\S+ .* "
-        rf"with no synchronisation between them .*{REDUCER}",
-        line="cute.copy(atom, source, slot,",
-        other="cute.gemm(",
+        message=overwritten(CONSUMERS, by=REDUCER),
+        line=LOAD,
+        other=PRODUCT,
         tiles=BY_COLUMNS,
     ),
     BackwardFault(
         "a stage is loaded that was not released",
         {"edge.producer_acquire(state)": "edge.producer_acquire(state, True)"},
         kind="race",
-        message=rf"write {AT_BYTE} read of wgmma of {CONSUMERS} at {OTHER}: wgmma\.mma_async\S+ .* "
-        rf"with no synchronisation between them .*{REDUCER}",
-        line="cute.copy(atom, source, slot,",
-        other="cute.gemm(",
+        message=overwritten(CONSUMERS, by=REDUCER),
+        line=LOAD,
+        other=PRODUCT,
     ),
     BackwardFault(
         "LSE and D are not announced",
@@ -200,20 +210,18 @@ FAULTS = [
         "P is read before both warpgroups wrote it",
         {'            cute.arch.barrier(**self.graph.numbered("p_there"))\n': ""},
         kind="race",
-        message=rf"read {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix\S+ .* "
-        rf"with no synchronisation between them .*{CONSUMERS}",
-        line="cute.gemm(",
-        other="cute.copy(copy, own.retile(fragment)",
+        message=read_early(CONSUMERS),
+        line=PRODUCT,
+        other=STMATRIX,
         tiles=BY_COLUMNS,
     ),
     BackwardFault(
         "dK is written where the other warpgroup may still read Q",
         {'        self.meet("place_free")\n': ""},
         kind="race",
-        message=rf"write {AT_BYTE} read of wgmma of {CONSUMERS} at {OTHER}: wgmma\.mma_async\S+ .* "
-        rf"with no synchronisation between them .*{CONSUMERS}",
-        line="cute.copy(copy, own.retile(fragment)",
-        other="cute.gemm(",
+        message=overwritten(CONSUMERS, by=CONSUMERS),
+        line=STMATRIX,
+        other=PRODUCT,
     ),
     BackwardFault(
         "the turn is handed on before the sum is made",

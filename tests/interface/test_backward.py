@@ -115,6 +115,11 @@ def test_only_lse_has_a_gradient(emulation: Emulation) -> None:
 
 def test_one_tensor_as_key_and_value(emulation: Emulation) -> None:
     dout, q, k, _ = inputs()
+    check_one_as_key_and_value(dout, q, k)
+
+
+def check_one_as_key_and_value(dout: Tensor, q: Tensor, k: Tensor) -> None:
+    """The gradient of a k that is v too is the sum of both."""
     dq, dk, dv = raw(dout, q, k, k)
     q, k = leaves(q, k)
     hopwell.attention(q, k, k, deterministic=True).backward(dout)

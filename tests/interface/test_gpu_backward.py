@@ -17,7 +17,7 @@ from hopwell.kernels.tiles import backward_tiles
 
 from .. import reference
 from . import test_gpu
-from .test_backward import alike, close, leaves, raw
+from .test_backward import alike, check_one_as_key_and_value, close, leaves, raw
 from .test_gpu import differing
 
 Tensor = torch.Tensor
@@ -173,11 +173,7 @@ def test_an_unwarmed_backward_leaves_the_capture_whole() -> None:
 
 def test_one_tensor_as_key_and_value() -> None:
     dout, q, k, _ = inputs()
-    dq, dk, dv = raw(dout, q, k, k)
-    q, k = leaves(q, k)
-    hopwell.attention(q, k, k, deterministic=True).backward(dout)
-    assert q.grad is not None and k.grad is not None
-    assert torch.equal(q.grad, dq) and torch.equal(k.grad, dk + dv)
+    check_one_as_key_and_value(dout, q, k)
 
 
 def into_nan(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:

@@ -12,7 +12,6 @@ from hopwell.kernels.tiles import (
     BACKWARD,
     FORWARD,
     HEAD_DIMS,
-    Tiles,
     backward_tiles,
     forward_tiles,
     padded_head_dim,
@@ -84,19 +83,13 @@ def test_a_row_that_does_not_fit_is_refused(change: dict[str, Any], message: str
 
 
 def test_three_consumer_warpgroups_fit() -> None:
-    row = Tiles(
-        arch="sm_90a",
+    row = replace(
+        ROW,
         head_dim=64,
         head_dim_v=64,
-        tile_kv=128,
         consumer_warpgroups=3,
-        stages_q=2,
-        stages_k=2,
-        stages_v=2,
         registers_load=32,
         registers_consume=160,
-        ping_pong=True,
-        reason="as in FlashAttention-4",
     )
     assert (row.tile_q, row.threads, row.registers) == (192, 512, 65536)
 
