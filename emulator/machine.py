@@ -310,7 +310,7 @@ class Machine:
             after = sum(slot.version for slot in slots), len(running) - ended
             # Units that spin on memory move without progress: let others in after a while.
             self.spins = 0 if (before != after or not moved) else self.spins + 1
-            idle = idle + 1 if not moved else (1 if self.spins > 200 and waiting else 0)
+            idle = idle + 1 if not moved else (1 if self.spins > 8 and waiting else 0)
             if self.spins > 5000:
                 self._deadlock(running)
 

@@ -25,6 +25,7 @@ from .functions import (
     contiguous,
     described,
     forward,
+    sms_of,
 )
 from .plans import Plans
 
@@ -37,6 +38,7 @@ class _Plan:
     workspace: int  # elements of float32
     scale: float  # 1/sqrt(head_dim)
     heads_first: bool  # the layout is bhsd
+    sms: int
     call: Callable[..., None] | None  # None: no query, or nothing to attend
 
 
@@ -280,7 +282,7 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     workspace = torch.empty(plan.workspace, dtype=torch.float32, device=device)
     factor = plan.scale if scale is None else float(scale)
-    arguments = (*inputs.values(), dq, dk, dv, workspace, factor, plan.heads_first)
+    arguments = (*inputs.values(), dq, dk, dv, workspace, factor, plan.heads_first, plan.sms)
     try:
         if emulation is None:
             plan.call(*arguments)
@@ -319,18 +321,20 @@ def _make_plan(
     facts: tuple[bool, torch.Tensor | None],
 ) -> _Plan:
     sequence, heads = (1, 2) if layout == "bshd" else (2, 1)
-    call, workspace = None, 0
+    call, workspace, sms = None, 0, 0
     if q.numel() and k.shape[sequence]:
         arch = arch_for(q.device)
         deterministic, dlse = facts
         dims = q.shape[3], v.shape[3]
         kernel = BackwardFacts(DTYPE_NAMES[q.dtype], *dims, causal, deterministic, dlse is not None)
         workspace = backward_workspace(arch, kernel, q.shape[0], q.shape[heads], q.shape[sequence])
+        sms = sms_of(q.device)
         call = compiling.launcher(backward_spec(arch, kernel), emulated=active() is not None).call
     return _Plan(
         made=tuple((tuple(t.shape), contiguous(t.shape)) for t in (q, k, v)),
         workspace=workspace,
         scale=1 / math.sqrt(q.shape[3]),
         heads_first=layout == "bhsd",
+        sms=sms,
         call=call,
     )

@@ -25,6 +25,13 @@ class Emulation:
     session: Session
 
     @property
+    def sms(self) -> int:
+        """Of the GPU that is emulated."""
+        from ..emulator.loader import device_of
+
+        return device_of(self.arch).sms
+
+    @property
     def report(self) -> Report:
         """Findings and counters of every launch so far."""
         return self.session.report

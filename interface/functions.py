@@ -395,6 +395,13 @@ def arch_for(device: torch.device | None) -> str:
     return checks.arch(checks.arch_of(device))
 
 
+def sms_of(device: torch.device) -> int:
+    """SMs that a launch can have: of the active `emulate`, else of the device or its part (MIG)."""
+    if emulation := active():
+        return emulation.sms
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _facts(
     arch: str,
     q: torch.Tensor,

@@ -105,7 +105,7 @@ def backward_function(
     Returns:
         (function, arguments, options) for `cute.compile(function, *arguments, options=options)`.
         The compiled object is called as `(dout, q, k, v, out, lse, [dlse,] dq, dk, dv, workspace,
-        scale, heads_first)`, on the current stream of the TVM-FFI environment:
+        scale, heads_first, sms)`, on the current stream of the TVM-FFI environment:
             dout, q, k, v, out, dq, dk, dv: (batch, len, heads, head_dim), or with `heads_first`
                 (batch, heads, len, head_dim); 16-byte aligned, last stride 1, the others any
                 multiple of 8 elements, of inputs 0 too;
@@ -114,7 +114,9 @@ def backward_function(
             dlse: as lse, any strides; there if and only if the facts say so;
             workspace: 1-D, float32, 16-byte aligned, of `backward_workspace` elements or more;
                 neither its content before nor after matters;
-            scale: float, of any sign.
+            scale: float, of any sign;
+            sms: the SMs that a launch can have, or fewer. With more than there are, a deterministic
+                function may wait for ever.
         No extent may be 0.
 
     Raises:

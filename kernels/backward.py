@@ -7,7 +7,7 @@ that one it waits for on the device.
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from ..layouts.gmem import as_bshd, fake_heads
@@ -56,7 +56,7 @@ class Backward:
         return (
             *(dout, q, k, v, out, lse),
             *((dlse,) if self.facts.dlse else ()),
-            *(dq, dk, dv, workspace, Float32(1.0), Boolean(False)),
+            *(dq, dk, dv, workspace, Float32(1.0), Boolean(False), Int32(1)),
             make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -65,12 +65,12 @@ class Backward:
         dlse = None
         if const_expr(self.facts.dlse):
             dlse, *rest = rest
-        dq, dk, dv, workspace, scale, heads_first, stream = rest
+        dq, dk, dv, workspace, scale, heads_first, sms, stream = rest
         q, k, v, out, dout, dq, dk, dv = (
             as_bshd(tensor, heads_first) for tensor in (q, k, v, out, dout, dq, dk, dv)
         )
         batch, len_q, heads_q, _ = q.shape
         views = Workspace.of(self.tiles, workspace, batch, heads_q, len_q)
         self.rowsum(out, dout, lse, dlse, views, stream)
-        self.main(q, k, v, dout, dk, dv, views, scale, stream)
+        self.main(q, k, v, dout, dk, dv, views, scale, sms, stream)
         self.cast(dq, views.dq, scale, stream)

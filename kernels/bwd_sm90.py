@@ -79,6 +79,7 @@ class Args:
     workspace: Workspace
     scale: Float32
     order: TileOrder
+    sms: Int32  # that CTAs can run on at the same time
 
 
 @dataclass(frozen=True)
@@ -136,12 +137,26 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Keys:
-    """The K/V tile that a CTA is at."""
+    """The K/V tile that a CTA is at, and the tiles of Q that see it, [begin, end) of every head."""
 
     first: Int32  # in its sequence
     head: Int32  # of K and V
     batch: Int32
     mask: Mask
+    begin: Int32
+    full: Int32  # [full, end) need no mask
+    end: Int32
+    start: Int32  # the tile of Q that comes first: from there to the end, then from the beginning
+
+    def after(self, q_tile: Int32, head: Int32) -> tuple[Int32, Int32]:
+        """The tile of Q that comes next, and its head."""
+        following = cutlass.select_(q_tile + 1 == self.end, self.begin, q_tile + 1)
+        return following, cutlass.select_(following == self.start, head + 1, head)
+
+    def turned(self, q_tile: Int32) -> Int32:
+        """That many tiles after the first as `q_tile` is after `begin`."""
+        turned = q_tile - self.begin + self.start
+        return cutlass.select_(turned < self.end, turned, turned - self.end + self.begin)
 
 
 class BwdSm90:
@@ -219,6 +234,7 @@ class BwdSm90:
         dv: cute.Tensor,  # (batch, len_kv, heads_kv, head_dim_v)
         workspace: Workspace,  # with zeros for dQ
         scale: Float32,
+        sms: Int32,
         stream,
     ):
         layouts = self.smem_layouts()
@@ -233,7 +249,7 @@ class BwdSm90:
         tiles = cute.ceil_div(len_kv, self.tiles.tile_kv)
         start = None
         if const_expr(self.facts.causal):
-            # In deterministic mode the shortest first: what waits for nobody (see `turn`).
+            # In deterministic mode the shortest first: what waits for nobody (see `rank`).
             start = "last" if const_expr(self.facts.deterministic) else "first"
         order = TileOrder(
             tiles=tiles,
@@ -245,7 +261,7 @@ class BwdSm90:
         )
         tensors = tma_q, tma_k, tma_v, tma_do, tma_dk, tma_dv
         atoms = load_q, load_k, load_v, load_do, store_dk, store_dv
-        self.kernel(Args(*tensors, *atoms, workspace, scale, order)).launch(
+        self.kernel(Args(*tensors, *atoms, workspace, scale, order, sms)).launch(
             grid=[order.count, 1, 1],
             block=[self.graph.threads, 1, 1],
             stream=stream,
@@ -310,51 +326,53 @@ class BwdSm90:
         tile, head, batch = args.order.locate(number)
         right = Int32(0) if const_expr(self.facts.causal) else None
         mask = Mask(args.q.shape[0], args.k.shape[0], right)
-        return Keys(tile * self.tiles.tile_kv, head, batch, mask)
+        first = tile * self.tiles.tile_kv
+        begin, full, end = mask.q_tiles(first, self.tiles.tile_kv, self.tiles.tile_q)
+        start = begin
+        if const_expr(self.facts.deterministic and not self.facts.causal):
+            together = args.order.tiles <= args.sms
+            start = cutlass.select_(together, tile * end // args.order.tiles, begin)
+        return Keys(first, head, batch, mask, begin, full, end, start)
 
     @cute.jit
     def reduce(self, args: Args, edges, smem: Smem):
         """Warpgroup 0: dS, K (smem) -> dQ (global, float32); one warp: TMA, global -> smem."""
         keys = self.keys(args)
-        begin, _, end = keys.mask.q_tiles(keys.first, self.tiles.tile_kv, self.tiles.tile_q)
         gqa_group = args.q.shape[2] // args.k.shape[2]
-        total = (end - begin) * gqa_group  # tiles that this CTA visits
+        total = (keys.end - keys.begin) * gqa_group  # tiles that this CTA visits
         loads = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
         if loads:
             self.load_kv(args, edges, smem, keys)
         cute.arch.griddepcontrol_wait()  # for LSE, D, and the zeros in dQ
         ahead = self.tiles.stages - 1
-        next_tile, next_head = begin, keys.head * gqa_group
+        next_tile, next_head = keys.start, keys.head * gqa_group
         for number in cutlass.range(cutlass.min(ahead, total), unroll=1):
             if loads:
                 self.load_tile(args, edges, smem, keys, number, next_tile, next_head)
-            next_tile, next_head = self.after(next_tile, next_head, begin, end)
+            next_tile, next_head = keys.after(next_tile, next_head)
         reduction = self.reduction(smem)
         edges.load_k.make_consumer().wait()
-        q_tile, head = begin, keys.head * gqa_group
+        q_tile, head = keys.start, keys.head * gqa_group
         last_tile, last_head = q_tile, head
         for number in cutlass.range(total, unroll=1):
             if loads and number + ahead < total:
                 self.load_tile(args, edges, smem, keys, number + ahead, next_tile, next_head)
-            next_tile, next_head = self.after(next_tile, next_head, begin, end)
+            next_tile, next_head = keys.after(next_tile, next_head)
             cute.arch.barrier(**self.graph.numbered("ds_there", number % self.tiles.ds_stages))
+            turns = None
             if const_expr(self.facts.deterministic):
                 last = self.turn(args, reduction, keys, last_tile, last_head)
-                if number > 0:
-                    last.release()
+                turns = last, self.turn(args, reduction, keys, q_tile, head)
                 last_tile, last_head = q_tile, head
-            self.add_dq(args, reduction, keys, number, total, q_tile, head)
-            q_tile, head = self.after(q_tile, head, begin, end)
+            part = None, reduction.thread, None
+            place = args.workspace.dq[part, None, q_tile, head, keys.batch]
+            self.add_dq(place, reduction, number, total, turns)
+            q_tile, head = keys.after(q_tile, head)
         if const_expr(self.facts.deterministic):
             last = self.turn(args, reduction, keys, last_tile, last_head)
             if total > 0:
                 last.meet()
                 last.release()
-
-    def after(self, q_tile: Int32, head: Int32, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
-        """The tile of Q that comes next, and its head."""
-        last = q_tile + 1 == end
-        return cutlass.select_(last, begin, q_tile + 1), cutlass.select_(last, head + 1, head)
 
     def reduction(self, smem: Smem) -> Reduction:
         """Operands of dQ, the same for every thread."""
@@ -377,22 +395,20 @@ class BwdSm90:
     @cute.jit
     def add_dq(
         self,
-        args: Args,
+        place: cute.Tensor,
         reduction: Reduction,
-        keys: Keys,
         number: Int32,
         total: Int32,
-        q_tile: Int32,
-        head: Int32,
+        turns: tuple[DqTurn, DqTurn] | None,
     ):
-        """dQ of a tile, block by block, added to what other K/V tiles gave.
+        """dQ of a tile, block by block, added at `place` to what other K/V tiles gave.
+
+        In deterministic mode `turns` are those of the last tile and of this one.
 
         One block at a time: a second one under the first one's sum takes the tensor cores from the
         consumers in bursts, 10 % slower at head_dim 128 (H200).
         """
-        turn = self.turn(args, reduction, keys, q_tile, head)
         stage = number % self.tiles.ds_stages
-        place = args.workspace.dq[(None, reduction.thread, None), None, q_tile, head, keys.batch]
         blocks, parts = self.tiles.dq_blocks, len(reduction.tQrdS)
         # One for all: with one each, ptxas keeps several, and runs out of registers.
         acc_dQ = accumulator(reduction.mma, self.tiles.dq_block, Float32)
@@ -401,7 +417,11 @@ class BwdSm90:
             dS = reduction.tQrdS[block % parts].stage(stage).steps()
             issue(reduction.mma, acc_dQ, K, dS, False)
             if const_expr(self.facts.deterministic and block == 0):
-                turn.wait()  # under the product
+                # Under the product. All have added to the last tile: they met at `ds_there`.
+                last, own = turns
+                if number > 0:
+                    last.release()
+                own.wait()
             warpgroup.wait_group(0)
             if const_expr(block == blocks - 1):
                 awaited = number + self.tiles.ds_stages < total
@@ -412,23 +432,31 @@ class BwdSm90:
     def turn(
         self, args: Args, reduction: Reduction, keys: Keys, q_tile: Int32, head: Int32
     ) -> DqTurn:
-        """When this K/V tile may add to a tile of dQ, in deterministic mode.
-
-        In the order in which their CTAs start. Under a causal mask the last K/V tile comes first:
-        it begins with the tiles of Q at its own diagonal, where every other one arrives later.
-        """
-        rank = keys.first // self.tiles.tile_kv
-        if const_expr(self.facts.causal):
-            _, end = keys.mask.kv_tiles(
-                q_tile * self.tiles.tile_q, self.tiles.tile_q, self.tiles.tile_kv
-            )
-            rank = end - 1 - rank
+        """When this K/V tile may add to a tile of dQ, in deterministic mode."""
         return DqTurn(
             cute.domain_offset((q_tile, head, keys.batch), args.workspace.turns).iterator,
-            rank,
+            self.rank(args, keys, q_tile),
             Int32(self.graph.barrier("dq_turn")[0]),
             reduction.thread,
         )
+
+    def rank(self, args: Args, keys: Keys, q_tile: Int32) -> Int32:
+        """How many K/V tiles come before this one at a tile of dQ: those that arrive there before.
+
+        Under a causal mask the last one is first: it starts first, and with the tiles of Q at its
+        own diagonal, where every other one arrives later. Without, where all K/V tiles of a
+        sequence run at the same time, each begins with another tile of Q: the first at one is who
+        begins there, then its left neighbour, and so on around. Where they do not, by number.
+        """
+        tile = keys.first // self.tiles.tile_kv
+        if const_expr(self.facts.causal):
+            first_row, tile_q = q_tile * self.tiles.tile_q, self.tiles.tile_q
+            _, end = keys.mask.kv_tiles(first_row, tile_q, self.tiles.tile_kv)
+            return end - 1 - tile
+        tiles = args.order.tiles
+        first = cute.ceil_div((q_tile + 1) * tiles, keys.end) - 1
+        around = first - tile + cutlass.select_(tile > first, tiles, 0)
+        return cutlass.select_(tiles <= args.sms, around, tile)
 
     @cute.jit
     def load_kv(self, args: Args, edges, smem: Smem, keys: Keys):
@@ -487,17 +515,16 @@ class BwdSm90:
         share = self.share(args, group, smem)
         share.acc_dK.fill(0.0)
         share.acc_dV.fill(0.0)
-        begin, full, end = keys.mask.q_tiles(keys.first, self.tiles.tile_kv, self.tiles.tile_q)
         gqa_group = args.q.shape[2] // args.k.shape[2]
         edges.load_k.make_consumer().wait()
         edges.load_v.make_consumer().wait()
         number = Int32(0)  # of the tile, in the order of visits
         for _ in cutlass.range(gqa_group, unroll=1):
-            for q_tile in cutlass.range(begin, full, unroll=1):
-                self.step(share, keys, edges, number, q_tile, masked=True)
+            for rank in cutlass.range(keys.begin, keys.full, unroll=1):
+                self.step(share, keys, edges, number, keys.turned(rank), masked=True)
                 number += 1
-            for q_tile in cutlass.range(full, end, unroll=1):
-                self.step(share, keys, edges, number, q_tile, masked=False)
+            for _ in cutlass.range(keys.full, keys.end, unroll=1):
+                self.step(share, keys, edges, number, None, masked=False)
                 number += 1
         cute.arch.griddepcontrol_launch_dependents()
         warpgroup.wait_group(0)
@@ -578,7 +605,7 @@ class BwdSm90:
         keys: Keys,
         edges,
         number: Int32,
-        q_tile: Int32,
+        q_tile: Int32 | None,  # needed for the mask alone
         masked: cutlass.Constexpr,
     ):
         """One tile of Q."""

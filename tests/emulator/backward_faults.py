@@ -226,7 +226,9 @@ FAULTS = [
     BackwardFault(
         "the turn is handed on before the sum is made",
         {
-            "turn.wait()  # under the product\n": "turn.wait()\n                turn.release()\n",
+            "                own.wait()\n": (
+                "                own.wait()\n                own.release()\n"
+            ),
             "                    last.release()\n": "                    pass\n",
             "                last.meet()\n                last.release()\n": (
                 "                last.meet()\n"
@@ -272,7 +274,7 @@ def verdict(
         order = fault.order if fault.seeds == 1 else "random"
         report = emulator.run(
             compiled,
-            *(c.dout, c.q, c.k, c.v, e.out, e.lse, *found, workspace, c.scale, False),
+            *(c.dout, c.q, c.k, c.v, e.out, e.lse, *found, workspace, c.scale, False, 132),
             outputs=found,
             options=emulator.Options(raise_on_fault=False, order=order, seed=seed),
         )

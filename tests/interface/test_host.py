@@ -29,6 +29,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(checks, "_devices", lambda *_: iter(()))
     for module in (functions, autograd):
         monkeypatch.setattr(module, "arch_for", lambda _: "sm_90a")
+    monkeypatch.setattr(autograd, "sms_of", lambda _: 114)
     monkeypatch.setattr(compiling, "launcher", lambda *_, **__: launcher)
     plans.forget()
     yield listed
@@ -129,13 +130,14 @@ def test_backward_launches_tensors_as_they_are(launches: Launches) -> None:
             deterministic=deterministic,
             dlse=more[0] if more else None,
         )
-        *launched, workspace, scale, heads_first = launches.pop()
+        *launched, workspace, scale, heads_first, sms = launches.pop()
         expected = (dout, q, k, v, out, lse, *more, dq, dk, dv)
         pairs = zip(launched, expected, strict=True)
         assert all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in pairs)
         facts = BackwardFacts("float16", 64, 64, False, deterministic, bool(more))
         assert workspace.shape == (backward_workspace("sm_90a", facts, 2, 4, 100),)
         assert workspace.dtype == torch.float32 and scale == 0.125 and heads_first
+        assert sms == 114
         assert all(gradient.is_contiguous() for gradient in (dq, dk, dv))
 
 

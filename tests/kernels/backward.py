@@ -131,6 +131,7 @@ def run(
     outputs: bool = True,
     more: int = 0,
     content: float = math.nan,
+    sms: int = 132,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk and dv, every byte of which must be written.
@@ -152,6 +153,7 @@ def run(
         torch.full((floats + more,), content),
         c.scale,
         heads_first,
+        sms,
         outputs=gradients if outputs else (),
         options=emulator.Options(**options),
     )

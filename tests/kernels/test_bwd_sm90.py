@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hopwell.emulator.machine import Cluster
 from hopwell.kernels import BackwardFacts
 from hopwell.kernels.tiles import BACKWARD, BackwardTiles
 
@@ -109,15 +110,19 @@ def test_a_workspace_may_be_larger_and_any_content() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("facts", [D64, D64_FULL], ids=["causal", "full"])
-def test_deterministic_sums_do_not_depend_on_who_is_first(facts: BackwardFacts) -> None:
+@pytest.mark.parametrize(
+    ("facts", "sms"), [(D64, 132), (D64_FULL, 132), (D64_FULL, 5)], ids=["causal", "full", "few"]
+)
+def test_deterministic_sums_do_not_depend_on_who_is_first(facts: BackwardFacts, sms: int) -> None:
     """In random order CTAs start in any, so that some wait for others that start later."""
     c = case(facts, 300, 700, (2, 1))
     results = {}
     for chosen in (False, True):
         chosen_facts = replace(facts, deterministic=chosen)
         e = exact(chosen_facts, c)
-        results[chosen] = [run(chosen_facts, c, e, order="random", seed=s)[0] for s in range(3)]
+        results[chosen] = [
+            run(chosen_facts, c, e, sms=sms, order="random", seed=s)[0] for s in range(3)
+        ]
     assert all(torch.equal(dq, results[True][0]) for dq in results[True])
     assert not all(torch.equal(dq, results[False][0]) for dq in results[False])
 
@@ -125,5 +130,21 @@ def test_deterministic_sums_do_not_depend_on_who_is_first(facts: BackwardFacts) 
 @pytest.mark.parametrize("facts", [CAUSAL, FULL, D256], ids=["causal", "full", "256"])
 def test_deterministic_against_float64(facts: BackwardFacts) -> None:
     facts = replace(facts, deterministic=True)
-    for len_q, len_kv, heads in [(200, 333, (4, 2)), (257, 130, (2, 1))]:
+    for len_q, len_kv, heads in [(200, 333, (4, 2)), (257, 130, (2, 1)), (60, 520, (1, 1))]:
         check(facts, case(facts, len_q, len_kv, heads))
+
+
+@pytest.mark.parametrize("facts", [D64, D64_FULL], ids=["causal", "full"])
+def test_deterministic_sums_need_no_more_ctas_than_there_is_room_for(
+    facts: BackwardFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six tiles of keys, and room for two: whoever waits must wait for one that has begun."""
+    facts, start, most = replace(facts, deterministic=True), Cluster.start, 2
+
+    def within(self: Cluster, first: tuple[int, int, int]) -> None:
+        running = sum(slot.running for slot in self.machine.slots)
+        assert running < most or self.machine.launch.grid[0] != 6, "no CTA can move"
+        start(self, first)
+
+    monkeypatch.setattr(Cluster, "start", within)
+    check(facts, case(facts, 300, 700), sms=most)
