@@ -1,13 +1,15 @@
 """Who is measured, and how time is taken on the GPU: one protocol for all.
 
 Every contender is timed in every round, so that a drift of the clock (the card is limited by power)
-meets all alike; a round's sample is the mean over enough launches to last a few milliseconds; the
-result is the median of the rounds.
+meets all alike, and in an order drawn anew for each, since what ran before leaves the card hotter
+or colder; a round's sample is the mean over enough launches to last a few milliseconds; the result
+is the median of the rounds.
 """
 
 from __future__ import annotations
 
 import importlib
+import random
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -85,9 +87,9 @@ class Backward:
     def __post_init__(self) -> None:
         q, k, v = self.inputs
         self._leaves = tuple(tensor.detach().requires_grad_() for tensor in (q, k, v))
-        random = torch.Generator(q.device).manual_seed(1)
+        seeded = torch.Generator(q.device).manual_seed(1)
         shape = (*q.shape[:3], v.shape[3])
-        dout = torch.randn(shape, generator=random, device=q.device)
+        dout = torch.randn(shape, generator=seeded, device=q.device)
         self.dout = dout.to(q.dtype)
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
@@ -117,9 +119,11 @@ def times(calls: Mapping[str, Call]) -> dict[str, float]:
     with cudnn_alone():
         launches = {name: _launches(call) for name, call in calls.items() if runs(name, call)}
         samples: dict[str, list[float]] = {name: [] for name in launches}
+        order, names = random.Random(0), list(launches)
         for _ in range(ROUNDS):
-            for name, count in launches.items():
-                samples[name].append(_sample(calls[name], count))
+            order.shuffle(names)
+            for name in names:
+                samples[name].append(_sample(calls[name], launches[name]))
     return {name: statistics.median(sample) for name, sample in samples.items()}
 
 
