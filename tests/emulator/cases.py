@@ -59,7 +59,7 @@ def backward(head_dim: int) -> Case:
     def run() -> tuple[torch.Tensor, ...]:
         gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         workspace = torch.zeros(floats)
-        compiled(dout, q, k, v, out, lse, *gradients, workspace, head_dim**-0.5, False)
+        compiled(dout, q, k, v, out, lse, *gradients, workspace, head_dim**-0.5, False, 132)
         return gradients
 
     return Case(run)
