@@ -209,7 +209,7 @@ def backward(
     where they belong to the whole row and the gradients are the share of these keys.
 
     Takes a workspace for the time of the call: dq in float32 and two numbers a row, with head_dim
-    rounded up to 64 and len_q to whole tiles of 64 to 96 rows, and one number for each tile.
+    rounded up to 64 and len_q to whole tiles of 64 to 96 rows; deterministic also one a tile.
 
     Args:
         dout, out: of the shape and dtype that `forward` returns.

@@ -136,4 +136,4 @@ def backward_workspace(
 ) -> int:
     """Elements of float32 that the function of these facts needs as its workspace."""
     tiles = backward_tiles(arch, facts.head_dim, facts.head_dim_v)
-    return tiles.workspace_floats(batch, heads_q, len_q)
+    return tiles.workspace_floats(batch, heads_q, len_q, facts.deterministic)

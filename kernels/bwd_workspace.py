@@ -24,7 +24,8 @@ class Workspace:
 
     dq: cute.Tensor  # ((QUAD, thread, quads), block, q_tile, head, batch)
     rows: cute.Tensor  # (lse_log2 and rowsum, row, head, batch)
-    turns: cute.Tensor  # (q_tile, head, batch), int32: K/V tiles that are in this dq
+    turns: cute.Tensor  # (q_tile, head, batch), int32: K/V tiles that are in this dq; in
+    #                     deterministic mode alone, behind the buffer's end in the other
 
     @staticmethod
     def of(

@@ -419,10 +419,10 @@ class BackwardTiles(Row):
         """Blocks of the dQ of a tile of Q."""
         return self.dq_columns // WGMMA_ROWS * (self.tile_q // self.dq_rows)
 
-    def workspace_floats(self, batch: int, heads_q: int, len_q: int) -> int:
-        """The dQ accumulator, LSE and D, in float32, and a turn for each tile of Q."""
+    def workspace_floats(self, batch: int, heads_q: int, len_q: int, turns: bool) -> int:
+        """The dQ accumulator, LSE and D, in float32, and with `turns` one for each tile of Q."""
         q_tiles = batch * heads_q * -(-len_q // self.tile_q)
-        return q_tiles * (self.tile_q * (self.dq_columns + 2) + 1)
+        return q_tiles * (self.tile_q * (self.dq_columns + 2) + turns)
 
 
 # Head dims of a row are the largest that it serves. Of a consumer thread, S and dP take tile_q

@@ -176,9 +176,10 @@ def test_backward_has_tiles_for_every_pair_of_head_dims(head_dim: int, head_dim_
     columns, rows = tiles.dq_block
     assert tiles.dq_blocks * columns * rows == tiles.tile_q * tiles.dq_columns
     assert columns * rows % (4 * 128) == 0
-    assert tiles.workspace_floats(2, 3, 1) == 6 * (tiles.tile_q * (tiles.dq_columns + 2) + 1)
-    one_more = tiles.workspace_floats(2, 3, tiles.tile_q + 1)
-    assert one_more == 2 * tiles.workspace_floats(2, 3, tiles.tile_q)
+    floats = 6 * tiles.tile_q * (tiles.dq_columns + 2)
+    assert tiles.workspace_floats(2, 3, 1, turns=False) == floats
+    assert tiles.workspace_floats(2, 3, tiles.tile_q, turns=True) == floats + 6
+    assert tiles.workspace_floats(2, 3, tiles.tile_q + 1, turns=True) == 2 * (floats + 6)
 
 
 @pytest.mark.parametrize(
