@@ -1,9 +1,11 @@
 """Compiled kernels on disk: one folder an entry, written whole or not at all, verified when read.
 
     <root>/<kernel>-<arch>-<key>/kernel.o      host code with the cubin inside, TVM-FFI convention
+                                 kernel.so     the same, linked: loads without the DSL's Python;
+                                               where there was a linker
                                  kernel.ptx    the text that cubin was assembled from (emulator)
                                  facts.json    what it was compiled for and what it takes of an SM
-                                 SHA256SUMS    digests of the three, as sha256sum prints them
+                                 SHA256SUMS    digests of the others, as sha256sum prints them
 
 A cache and an exported folder are the same thing, so an export needs no format of its own.
 Nothing here knows what a kernel is.
@@ -27,7 +29,8 @@ from filelock import FileLock
 
 from . import env
 
-_OBJECT, _PTX, _FACTS, _SUMS = "kernel.o", "kernel.ptx", "facts.json", "SHA256SUMS"
+_OBJECT, _LIBRARY, _PTX, _FACTS = "kernel.o", "kernel.so", "kernel.ptx", "facts.json"
+_SUMS = "SHA256SUMS"
 _NAME = re.compile(r"[a-z0-9_]+-sm_[0-9]+[af]?-[0-9a-f]{32}")  # clear() touches nothing else
 
 
@@ -42,6 +45,12 @@ class Entry:
     def object(self) -> Path:
         """Path of the object file."""
         return self.folder / _OBJECT
+
+    @property
+    def library(self) -> Path | None:
+        """Path of the shared library, if there is one."""
+        path = self.folder / _LIBRARY
+        return path if path.exists() else None
 
     @property
     def bytes(self) -> int:
@@ -61,7 +70,9 @@ class Store:
         if not folder.is_dir():
             return None
         try:
-            files = {file: (folder / file).read_bytes() for file in (_OBJECT, _PTX, _FACTS)}
+            linked = (_LIBRARY,) if (folder / _LIBRARY).exists() else ()
+            names = (_OBJECT, *linked, _PTX, _FACTS)
+            files = {file: (folder / file).read_bytes() for file in names}
             if (folder / _SUMS).read_text() == _sums(files):
                 return Entry(folder, json.loads(files[_FACTS]))
             problem: object = "it does not match its digests"
@@ -83,12 +94,15 @@ class Store:
         with FileLock(locks / f"{name}.lock"):
             yield
 
-    def write(self, name: str, obj: bytes, ptx: str, facts: Mapping[str, Any]) -> Entry:
+    def write(
+        self, name: str, obj: bytes, library: bytes | None, ptx: str, facts: Mapping[str, Any]
+    ) -> Entry:
         """Put an entry in place of whatever stands under its name; call it with the lock held.
 
         Args:
             name: the entry's folder.
             obj: object file, as `export_to_c` writes it.
+            library: the same, linked; None where there is no linker.
             ptx: its PTX.
             facts: what it was compiled for; anything JSON can hold.
 
@@ -101,7 +115,8 @@ class Store:
         fresh = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=self.root))  # 0700, same file system
         try:
             text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
-            files = {_OBJECT: obj, _PTX: ptx.encode(), _FACTS: text.encode()}
+            linked = {} if library is None else {_LIBRARY: library}
+            files = {_OBJECT: obj, **linked, _PTX: ptx.encode(), _FACTS: text.encode()}
             for file, data in files.items():
                 (fresh / file).write_bytes(data)
             (fresh / _SUMS).write_text(_sums(files))

@@ -6,7 +6,8 @@ object is compiled with line info: it changes no instruction, and one object the
 where a profiler shows Python lines, and the emulator, whose findings name them.
 
 One path for all: whatever was compiled is exported, written to the store and loaded from there, so
-the first process runs what the second one will. Loading needs neither linker nor compiler.
+the first process runs what the second one will. Loading needs neither linker nor compiler, and
+where there was a linker to compile with not even an import of the DSL.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from . import checks, env
+from . import checks, env, link
 from .arch import hosts
 from .cache import Entry, Store
 from .cubin import usage
@@ -231,7 +232,7 @@ def _load(entry: Entry, emulated: bool) -> Launcher:
         from ..emulator import loader
 
         call = loader.load(entry.object, _SYMBOL)
-    else:
+    elif entry.library is None or (call := link.load(entry.library, _SYMBOL)) is None:
         from cutlass.cute.runtime import load_module
 
         call = load_module(str(entry.object), enable_tvm_ffi=True)[_SYMBOL]
@@ -240,8 +241,8 @@ def _load(entry: Entry, emulated: bool) -> Launcher:
     return Launcher(call, entry.facts)
 
 
-def _compile(spec: Spec) -> tuple[bytes, str, dict[str, Any]]:
-    """Run the compiler; returns the object, its PTX and the facts to keep beside them."""
+def _compile(spec: Spec) -> tuple[bytes, bytes | None, str, dict[str, Any]]:
+    """Run the compiler; returns what `Store.write` keeps."""
     dsl_version()
     import cutlass.cute as cute
 
@@ -264,7 +265,7 @@ def _compile(spec: Spec) -> tuple[bytes, str, dict[str, Any]]:
         "resources": {name: asdict(used) for name, used in usage(cubin).items()},
         "compile_seconds": round(seconds, 2),
     }
-    return obj, ptx, facts
+    return obj, link.linked(obj), ptx, facts
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hopwell.interface import compile as compiling
-from hopwell.interface import functions
+from hopwell.interface import functions, link
 from hopwell.interface.cache import Store
 from hopwell.interface.cubin import usage
 from hopwell.kernels import ForwardFacts
@@ -123,7 +123,9 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink, lambda f: f.write_bytes(b"")])
-@pytest.mark.parametrize("file", ["kernel.o", "kernel.ptx", "facts.json", "SHA256SUMS"])
+@pytest.mark.parametrize(
+    "file", ["kernel.o", "kernel.so", "kernel.ptx", "facts.json", "SHA256SUMS"]
+)
 def test_a_damaged_entry_is_rebuilt(file: str, damage, cache: Store, caplog) -> None:
     compiling.launcher(standin.spec())
     folder = only(cache)
@@ -136,6 +138,48 @@ def test_a_damaged_entry_is_rebuilt(file: str, damage, cache: Store, caplog) -> 
     assert (folder / "kernel.ptx").read_bytes() == sound
     compiling.forget()
     assert compiled(lambda: compiling.launcher(standin.spec())) == 0
+
+
+def test_without_a_linker_the_dsl_loads_the_object(
+    cache: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "LINKER", "no-such-linker")
+    assert callable(compiling.launcher(standin.spec()).call)
+    (entry,) = cache.entries()
+    assert entry.library is None and not (entry.folder / "kernel.so").exists()
+
+
+def test_what_the_linker_refuses_is_kept_as_an_object(caplog) -> None:
+    assert link.linked(b"no object") is None
+    assert "a kernel is kept as an object, since ld says" in caplog.text
+
+
+def test_a_linked_kernel_loads_where_the_dsl_cannot_be_imported(cache: Store) -> None:
+    """The function is there; launching it takes a GPU (test_gpu)."""
+    entry = compiling.save(standin.spec(), cache)
+    code = f"""
+        import json, sys, time
+
+        class Blocked:
+            def find_spec(self, name, path=None, target=None):
+                if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
+                    raise ImportError(name)
+
+        sys.meta_path.insert(0, Blocked())
+        import torch
+        from pathlib import Path
+        import hopwell
+        from hopwell.interface import link
+
+        torch.version.cuda = "99.0"  # a build for CUDA, new enough for any runtime of the DSL
+        found = callable(link.load(Path({str(entry.library)!r}), "hopwell"))
+        try:
+            link.load(Path({str(entry.library)!r}), "another")
+        except AttributeError:
+            missing = True
+        print(json.dumps({{"found": found, "missing": missing}}))
+    """
+    assert finish(start(code)) == {"found": True, "missing": True}
 
 
 def test_folders_are_the_users_alone(cache: Store) -> None:
