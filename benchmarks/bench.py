@@ -204,7 +204,7 @@ def main(
         raise click.ClickException(
             f"preset {preset} has no cell of these --lengths and --head-dims; leave one of them out"
         )
-    facts |= {"preset": preset, "dtype": "bf16"}
+    facts |= {"preset": preset, "dtype": "bf16", "left_out": uninstalled}
     console.print(results.said(facts), markup=False)
     if not accurate:
         facts |= {"flop_convention": FLOP_CONVENTION, "protocol": PROTOCOL}

@@ -6,7 +6,7 @@ python -m hopwell plot generations results/ --out generations.png
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,23 +99,17 @@ def generations(folders: Sequence[Path], which: str) -> Figure:
             there = [row for cell, row in of_cell.items() if _panel(row) == (dim, causal)]
             _lines(axes, sorted(there, key=lambda row: row.cell.length))
             axes.set_title(f"head_dim {dim}, {'causal' if causal else 'full'}", fontsize=10)
+    panels[0, 0].set_ylim(bottom=0)  # of all, once all have drawn
     for axes in panels[:, 0]:
         axes.set_ylabel("TFLOP/s")
     for axes in panels[-1]:
         axes.set_xlabel("length")
-    handles = {label: handle for axes in panels.flat for handle, label in _legend(axes)}
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper")
-    figure.suptitle(f"{PASSES[which]}, bf16, {devices[0]}")
-    _below(figure, [facts for facts, _ in read])
+    _around(figure, panels.flat, f"{PASSES[which]}, bf16, {devices[0]}", [one for one, _ in read])
     return figure
 
 
 def _panel(row: Speed) -> tuple[int, bool]:
     return row.cell.head_dim, row.cell.causal
-
-
-def _legend(axes: Axes) -> list[tuple[Any, str]]:
-    return list(zip(*axes.get_legend_handles_labels(), strict=True))
 
 
 def _lines(axes: Axes, rows: Sequence[Speed]) -> None:
@@ -126,7 +120,6 @@ def _lines(axes: Axes, rows: Sequence[Speed]) -> None:
     lengths = [row.cell.length for row in rows]
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
-    axes.set_ylim(bottom=0)
     axes.grid(axis="y", linewidth=0.4)
 
 
@@ -144,15 +137,12 @@ def _bars(rows: Sequence[Speed], facts: Mapping[str, Any]) -> Figure:
         axes.set_ylabel("TFLOP/s")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].margins(y=0.12)  # numbers stand above bars
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper right", ncols=len(names), frameon=False)
-    figure.suptitle(f"{PASSES[rows[0].which]}, bf16, {facts['device']}", x=0.01, ha="left")
-    _below(figure, [facts])
+    _around(figure, panels, f"{PASSES[rows[0].which]}, bf16, {facts['device']}", [facts])
     return figure
 
 
 def _bars_of(axes: Axes, rows: Sequence[Speed], name: str, offset: float, among: int) -> None:
-    """One contestant's bars, with their quartiles; a dash where it has no time."""
+    """One contestant's bars, with their quartiles; 'n/a' where it has no time."""
     speeds, slowest, fastest = (
         [row.tflops(name, at) or 0 for row in rows] for at in ("median", "high", "low")
     )
@@ -168,7 +158,7 @@ def _bars_of(axes: Axes, rows: Sequence[Speed], name: str, offset: float, among:
         linewidth=0.7,
         **BARS[name],
     )
-    said = [f"{speed:.0f}" if speed else "-" for speed in speeds]
+    said = [f"{speed:.0f}" if speed else "n/a" for speed in speeds]
     axes.bar_label(drawn, said, fontsize=6.5, padding=1.5)
 
 
@@ -183,9 +173,20 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _below(figure: Figure, of_files: Sequence[Mapping[str, Any]]) -> None:
-    """What the numbers depend on, and how FLOPs count."""
-    lines = [*dict.fromkeys(map(results.said, of_files)), FLOP_CONVENTION]
+def _around(
+    figure: Figure, panels: Iterable[Axes], title: str, of_files: Sequence[Mapping[str, Any]]
+) -> None:
+    """Title and legend above; below, what the numbers depend on and how FLOPs count."""
+    shown: dict[str, Any] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
+    legend = {"loc": "outside upper right", "ncols": len(shown), "frameon": False}
+    figure.legend(list(shown.values()), list(shown), **legend)
+    figure.suptitle(title, x=0.01, ha="left")
+    left_out = {name: why for one in of_files for name, why in one["left_out"].items()}
+    absent = [f"{name} has no time: {why}" for name, why in left_out.items()]
+    lines = [*dict.fromkeys(map(results.said, of_files)), FLOP_CONVENTION, *absent]
     columns = round(COLUMNS * figure.get_figwidth() / 14)
     wrapped = [part for line in lines for part in textwrap.wrap(line, columns)]
     figure.supxlabel("\n".join(wrapped), fontsize=7, x=0.01, ha="left")

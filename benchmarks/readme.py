@@ -61,7 +61,7 @@ def table(rows: Sequence[Speed], facts: Mapping[str, Any]) -> str:
 
     Args:
         rows: cells of the preset `paper`, alike in pass.
-        facts: what `results.about` found.
+        facts: those of a file of results.
     """
     of_cell = {(row.cell.head_dim, row.cell.length, row.cell.causal): row for row in rows}
     dims, lengths = (sorted({key[at] for key in of_cell}) for at in (0, 1))
@@ -75,11 +75,14 @@ def table(rows: Sequence[Speed], facts: Mapping[str, Any]) -> str:
         lines.append([f"head_dim {dim}, Hopwell", *(_said(speed, ".0f") for speed in speeds)])
         lines.append(["over the best peer", *(_said(ratio, ".2f") for ratio in ratios)])
     peers = sorted({name for row in rows for name in row.times if not name.startswith(OURS)})
+    absent = dict(facts["left_out"])
+    absent |= {name: why for row in rows for name, why in row.absent.items() if name not in peers}
+    without = "".join(f" {name} has no time: {why}." for name, why in absent.items())
     which = PASSES[rows[0].which]
     said = (
         f"{which.capitalize()}: {results.said(facts)}; bf16, {TOKENS:,} tokens, hidden size "
         f"{HIDDEN}, TFLOP/s (causal counts half), medians of {ROUNDS} rounds in one process with "
-        f"{', '.join(peers) or 'no peer'}."
+        f"{', '.join(peers) or 'no peer'}.{without}"
     )
     mean = results.means(rows).get("all")
     mean_said = f"The geometric mean of the ratios is {_said(mean, '.2f')}."

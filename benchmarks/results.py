@@ -187,7 +187,7 @@ def write(folder: Path, facts: Mapping[str, Any], rows: Rows) -> None:
 
     Args:
         folder: made if it is not there.
-        facts: what `about` found, the `preset`, and more if wanted.
+        facts: what `about` found, the `preset`, `left_out` (why, by name), and more if wanted.
         rows: of speed, or of errors.
     """
     folder.mkdir(parents=True, exist_ok=True)
