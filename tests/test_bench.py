@@ -30,6 +30,7 @@ from hopwell.benchmarks.cells import FLOP_CONVENTION, MODELS, PRESETS, TOKENS, C
 from hopwell.benchmarks.contenders import DETERMINISTIC, Contender
 from hopwell.benchmarks.results import Error, Speed
 from hopwell.benchmarks.timing import OURS, PROTOCOL, Call, Times
+from hopwell.interface import cli
 
 from .reference import attention as exact_attention
 from .reference import gradients as exact_gradients
@@ -593,6 +594,13 @@ def test_generations_have_a_panel_for_each_head_dim_and_mask(tmp_path: Path) -> 
     results.write(tmp_path / "other", {**FACTS, "device": "another"}, paper("fwd"))
     with pytest.raises(ValueError, match="results of a card and another; needs those of one"):
         plot.generations([tmp_path / "old", tmp_path / "other"], "fwd")
+
+
+def test_plot_and_bench_hand_their_arguments_on() -> None:
+    for command, option in (("bench", "--preset"), ("plot", "generations")):
+        run = CliRunner().invoke(cli.main, [command, "--help"])
+        assert run.exit_code == 0 and option in run.output
+        assert run.output.startswith(f"Usage: python -m hopwell {command} [OPTIONS]")
 
 
 README = f"before\n{readme.MARKERS[0]}\nold\n{readme.MARKERS[1]}\nafter\n"
