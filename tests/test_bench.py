@@ -426,7 +426,7 @@ def test_the_monitor_takes_medians(
     """Of a tool that notes its arguments and says three lines, one of them without power."""
     tool = tmp_path / "nvidia-smi"
     lines = "1700, 690.5\\n1600, 700.5\\n1650, [N/A]\\n"
-    tool.write_text(f'#!/bin/sh\nprintf "{lines}"\necho "$@" > {tmp_path}/said\nexec sleep 60\n')
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\nprintf "{lines}"\nexec sleep 60\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with timing.Monitor() as monitor:
