@@ -3,7 +3,7 @@
 #   make demo    run attention here: on the GPU, or on the emulator where there is none
 #   make test    the tests
 #   make lint    style and types
-#   make bench   speed beside cuDNN, FA3 and FA4 (needs a Hopper GPU)
+#   make bench   speed beside cuDNN, FA2, FA3 and FA4 (needs a Hopper GPU)
 #   make mutation  break kernels in every synchronising instruction: does the checker notice?
 #
 # TORCH may name another build, PYTHON another interpreter (3.10 or later), and JOBS how many tests

@@ -3,83 +3,91 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 
-from .cells import Cell
-from .contenders import Backward, Contender, cudnn_alone, runs
+from .cells import BACKWARD, FORWARD, Cell
+from .contenders import Inputs, gradient_of_out
+from .timing import Call
 
+OF = {FORWARD: ("out",), BACKWARD: ("dq", "dk", "dv")}  # what a pass computes
+ALLOWED = 0.01  # of the RMS: rounding of P and dS to bf16 costs 0.25 %
 INPUTS = {"N(0,1)": False, "outliers": True}  # 1 entry in 1000 ten times as large
 CHUNK_ROWS = 1024  # of Q at a time: 256 MiB of scores at length 32k
 
 
+@dataclass(frozen=True)
+class Errors:
+    """RMS errors of what the contestants compute for one quantity, by their names.
+
+    Attributes: `size` is the RMS of what is right.
+    """
+
+    of: str  # out, dq, dk or dv
+    size: float
+    rms: dict[str, float]
+
+
 def errors(
-    cell: Cell, contenders: Sequence[Contender], *, outliers: bool, device: str = "cuda"
-) -> dict[str, dict[str, float]]:
-    """RMS error of each contender's O over the first and last head of the last sequence.
+    cell: Cell, inputs: Inputs, calls: Mapping[str, Call], which: str = FORWARD
+) -> list[Errors]:
+    """RMS errors of O over the first and last head of the last sequence; or of dq, dk and dv, over
+    the last key head of the last sequence and the heads of q that share it.
 
     Args:
         cell: the problem.
-        contenders: whom to measure; those that cannot run it are left out.
-        outliers: as for `Cell.inputs`.
-        device: where to compute.
+        inputs: its q, k, v.
+        calls: those that are `timing.able` to run.
+        which: "fwd" or "bwd".
 
     Returns:
-        Errors by name, of "out".
+        Of O; or of dq, dk and dv.
     """
-    q, k, v = cell.inputs(device, outliers=outliers)
-    heads = sorted({0, cell.heads - 1})
-    group = cell.heads // cell.heads_kv
-    exact = torch.stack(
-        [
-            reference(q[-1, :, h], k[-1, :, h // group], v[-1, :, h // group], causal=cell.causal)
-            for h in heads
-        ],
-        dim=1,
-    )
-    found: dict[str, float] = {}
-    for contender in contenders:
-        call = contender.bind(q, k, v, cell.causal)
-        with cudnn_alone():
-            if not runs(contender.name, call):
-                continue
-            out = contender.out(call())
-        found[contender.name] = rms(out[-1, :, heads].double() - exact)
-    return {"out": found}
-
-
-def gradient_errors(
-    cell: Cell, contenders: Sequence[Contender], *, outliers: bool, device: str = "cuda"
-) -> dict[str, dict[str, float]]:
-    """RMS error of each contender's dq, dk and dv, over the last key head of the last sequence.
-
-    Args:
-        cell, contenders, outliers, device: as for `errors`.
-
-    Returns:
-        Errors by name, of "dq", "dk" and "dv".
-    """
-    inputs = cell.inputs(device, outliers=outliers)
-    calls = {one.name: Backward(one, inputs, cell.causal) for one in contenders}
-    group = cell.heads // cell.heads_kv
-    heads = slice(cell.heads - group, None)  # of q, that share the last head of k
-    exact: tuple[torch.Tensor, ...] | None = None
-    found: dict[str, dict[str, float]] = {name: {} for name in ("dq", "dk", "dv")}
+    right = _exact(cell, inputs, which)
+    found = [Errors(of, rms(exact), {}) for of, exact in zip(OF[which], right, strict=True)]
     for name, call in calls.items():
-        with cudnn_alone():
-            if not runs(name, call):
-                continue
-            dq, dk, dv = call()
-        if exact is None:
-            q, k, v = inputs
-            exact = gradients(
-                call.dout[-1, :, heads], q[-1, :, heads], k[-1, :, -1], v[-1, :, -1], cell.causal
-            )
-        ours = dq[-1, :, heads], dk[-1, :, -1], dv[-1, :, -1]
-        for of, gradient, right in zip(found, ours, exact, strict=True):
-            found[of][name] = rms(gradient.double() - right)
+        parts = _parts(cell, call.once(), which)
+        for errors, part, exact in zip(found, parts, right, strict=True):
+            errors.rms[name] = rms(part.double() - exact)
     return found
+
+
+def wrong(found: Iterable[Errors]) -> dict[str, str]:
+    """Who is off by more than `ALLOWED` of the RMS of what is right, and by how much, by name."""
+    said: dict[str, str] = {}
+    for errors in found:
+        for name, error in errors.rms.items():
+            if not error <= ALLOWED * errors.size:  # nan is not
+                share = f"{error / errors.size:.1%}" if errors.size else f"{error:.1e}"
+                said.setdefault(name, f"wrong: {errors.of} is {share} off float64's (RMS)")
+    return said
+
+
+def _exact(cell: Cell, inputs: Inputs, which: str) -> tuple[torch.Tensor, ...]:
+    """In float64, of the heads that `_parts` takes."""
+    q, k, v = inputs
+    group = cell.heads // cell.heads_kv
+    if which == BACKWARD:
+        dout = gradient_of_out(inputs)[-1, :, -group:]
+        return gradients(dout, q[-1, :, -group:], k[-1, :, -1], v[-1, :, -1], cell.causal)
+    outs = [
+        reference(q[-1, :, h], k[-1, :, h // group], v[-1, :, h // group], causal=cell.causal)
+        for h in _heads(cell)
+    ]
+    return (torch.stack(outs, dim=1),)
+
+
+def _parts(cell: Cell, results: tuple[torch.Tensor, ...], which: str) -> tuple[torch.Tensor, ...]:
+    if which == BACKWARD:
+        dq, dk, dv = results
+        return dq[-1, :, -(cell.heads // cell.heads_kv) :], dk[-1, :, -1], dv[-1, :, -1]
+    return (results[0][-1, :, _heads(cell)],)
+
+
+def _heads(cell: Cell) -> list[int]:
+    return sorted({0, cell.heads - 1})
 
 
 def gradients(

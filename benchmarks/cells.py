@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 import torch
 
 TOKENS = 16384  # of a batch
 HIDDEN = 2048  # heads * head_dim
+BYTES = 2  # of an element: bf16
+
+FORWARD, BACKWARD = "fwd", "bwd"
+PASSES = {FORWARD: "forward", BACKWARD: "backward"}
+FLOP_CONVENTION = (
+    "FLOPs: 2 a multiply-add, in the two products of forward; backward counts 2.5 times forward; "
+    "a causal mask leaves half of either"
+)
 
 
 @dataclass(frozen=True)
@@ -28,17 +36,22 @@ class Cell:
         mask = "causal" if self.causal else "full"
         return f"{self.batch} x {self.length} x {heads} x {dims} {mask}"
 
-    @property
-    def flops(self) -> float:
-        """Of both products, 2 for a multiply-add; a causal mask leaves half."""
-        products = 2 * self.length**2 * (self.head_dim + self.head_dim_v)
-        return self.batch * self.heads * products / (2 if self.causal else 1)
+    def flops(self, which: str = FORWARD) -> float:
+        """Of a pass, by `FLOP_CONVENTION`.
 
-    @property
-    def backward_flops(self) -> float:
-        """Of the five products of backward, one of which repeats forward's, counted as 2.5 times
-        forward whatever the head dims: what others count."""
-        return 2.5 * self.flops
+        Backward has five products, one of which repeats forward's, and counts as 2.5 times forward
+        whatever the head dims: what others count.
+        """
+        products = 2 * self.length**2 * (self.head_dim + self.head_dim_v)
+        forward = self.batch * self.heads * products / (2 if self.causal else 1)
+        return 2.5 * forward if which == BACKWARD else forward
+
+    def bytes(self, which: str = FORWARD) -> int:
+        """Of the tensors that a pass must read and write: q, k, v, out, and for backward those of
+        their gradients."""
+        columns = (self.heads + self.heads_kv) * (self.head_dim + self.head_dim_v)
+        forward = BYTES * self.batch * self.length * columns
+        return 2 * forward if which == BACKWARD else forward
 
     def inputs(
         self, device: str = "cuda", *, outliers: bool = False, dtype: torch.dtype = torch.bfloat16
@@ -78,23 +91,59 @@ def of_tokens(length: int, heads: int, head_dim: int, head_dim_v: int, causal: b
     return Cell(TOKENS // length, length, heads, heads, head_dim, head_dim_v, causal)
 
 
+# Shapes that models train and prefill with; causal where the model is.
+MODELS: dict[str, tuple[Cell, ...]] = {
+    # The Llama 3 Herd of Models, arXiv 2407.21783, table 3; trained at 8k, later at up to 128k.
+    "llama3-8b": (
+        Cell(8, 2048, 32, 8, 128, 128, True),
+        Cell(1, 8192, 32, 8, 128, 128, True),
+        Cell(1, 32768, 32, 8, 128, 128, True),
+    ),
+    "llama3-70b": (
+        Cell(2, 4096, 64, 8, 128, 128, True),
+        Cell(1, 8192, 64, 8, 128, 128, True),
+    ),
+    # DeepSeek-V3, arXiv 2412.19437, section 4.2; MLA with its latents multiplied out, as training
+    # and prefill have it: 128 + 64 rotary of q and k, 128 of v. Trained at 4k, then at 32k.
+    "dsv3": (
+        Cell(1, 4096, 128, 128, 192, 128, True),
+        Cell(4, 4096, 128, 128, 192, 128, True),
+        Cell(1, 32768, 128, 128, 192, 128, True),
+    ),
+    # Qwen3, arXiv 2505.09388, tables 1 and 2: 32B, 30B-A3B, 235B-A22B. Trained at 4k, then at 32k.
+    "qwen3": (
+        Cell(4, 4096, 64, 8, 128, 128, True),
+        Cell(4, 4096, 32, 4, 128, 128, True),
+        Cell(1, 32768, 64, 4, 128, 128, True),
+    ),
+    # FLUX.1 at 1024 x 1024 pixels: 64 * 64 of the picture and 512 of the text. CogVideoX-5B
+    # (arXiv 2408.06072), 13 * 30 * 45 and 226, twice for guidance. Wan2.1 1.3B (arXiv 2503.20314),
+    # 81 frames at 480p: 21 * 30 * 52.
+    "dit": (
+        Cell(1, 4608, 24, 24, 128, 128, False),
+        Cell(2, 17776, 48, 48, 64, 64, False),
+        Cell(1, 32760, 12, 12, 128, 128, False),
+    ),
+    # CLIP ViT-L/14 (arXiv 2103.00020) at 336 pixels: 24 * 24 and the class. SigLIP 2 L/16
+    # (arXiv 2502.14786) at 512: 32 * 32.
+    "vit": (
+        Cell(64, 577, 16, 16, 64, 64, False),
+        Cell(32, 1024, 16, 16, 64, 64, False),
+    ),
+}
+
 PRESETS: dict[str, tuple[Cell, ...]] = {
-    "grid": tuple(
+    # What the papers on FlashAttention-2, 3 and 4 draw.
+    "paper": tuple(
         of_tokens(length, HIDDEN // dim, dim, dim, causal)
         for dim, length, causal in product((64, 128, 256), (1024, 4096, 16384), (False, True))
     ),
-    "models": (
-        Cell(1, 8192, 32, 8, 128, 128, True),
-        Cell(2, 4096, 64, 8, 128, 128, True),
-        Cell(8, 2048, 32, 8, 128, 128, True),
-        Cell(1, 32768, 32, 8, 128, 128, True),
-        Cell(1, 4680, 24, 24, 128, 128, False),
-        Cell(16, 512, 16, 16, 64, 64, False),
-    ),
+    "models": tuple(chain.from_iterable(MODELS.values())),
     "dims": tuple(
         of_tokens(4096, 16, *dims, causal)
         for dims, causal in product(((96, 96), (192, 128), (80, 80)), (False, True))
     ),
+    **MODELS,
 }
 
 

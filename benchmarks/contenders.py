@@ -1,17 +1,10 @@
-"""Who is measured, and how time is taken on the GPU: one protocol for all.
-
-Every contender is timed in every round, so that a drift of the clock (the card is limited by power)
-meets all alike, and in an order drawn anew for each, since what ran before leaves the card hotter
-or colder; a round's sample is the mean over enough launches to last a few milliseconds; the result
-is the median of the rounds.
-"""
+"""Who is measured: ours and its peers, as a table."""
 
 from __future__ import annotations
 
 import importlib
-import random
-import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,54 +13,51 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..interface import env
 from ..interface.autograd import attention
+from .cells import BACKWARD, FORWARD
+from .timing import OURS, Call
 
-OURS = "hopwell"
 DETERMINISTIC = f"{OURS}, deterministic"  # no peer of ours
-ROUNDS = 7
-SAMPLE_MS = 5.0
 
-Call = Callable[[], Any]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v: (batch, len, heads, head_dim)
+Bind = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Callable[[], Any]]
+
+
+def _first(result: Any) -> torch.Tensor:
+    """O alone: some versions return a tuple whose first element it is."""
+    return result[0] if isinstance(result, (tuple, list)) else result
+
+
+def _heads_second(out: torch.Tensor) -> torch.Tensor:
+    """torch's (batch, heads, len, head_dim_v) as others have it."""
+    return out.transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class Contender:
     """One implementation of attention.
 
-    Attributes: `bind` (q, k, v, causal) to a call that takes no time but its own; `out` finds O,
-    (batch, len, heads, head_dim_v), in what the call returns.
+    Attributes: `bind` (q, k, v, causal) to a launch that takes no time but its own; `out` finds O,
+    (batch, len, heads, head_dim_v), in what a launch returns; `context` needs to be around launches
+    of forward.
     """
 
     name: str
-    bind: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], Call]
-    out: Callable[[Any], torch.Tensor]
+    bind: Bind
+    out: Callable[[Any], torch.Tensor] = _first
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
+    def call(self, inputs: Inputs, causal: bool, which: str = FORWARD) -> Call:
+        """Of a pass: whose results are (O,), or (dq, dk, dv) for a normal dO.
 
-def contenders(backward: bool = False) -> tuple[list[Contender], list[str]]:
-    """Ours, cuDNN, and FA3 and FA4 where they are installed; and a line for each that is not.
-
-    With `backward` ours is there twice: also deterministic.
-    """
-    found = [
-        Contender(OURS, _flash(attention), _first),
-        Contender("cuDNN", cudnn, lambda out: out.transpose(1, 2)),
-    ]
-    if backward:
-        bitwise = partial(attention, deterministic=True)
-        found.insert(1, Contender(DETERMINISTIC, _flash(bitwise), _first))
-    absent = []
-    for name, module, package in (
-        ("FA3", "fa3_fwd_interface", "fa3-fwd"),
-        ("FA4", "flash_attn.cute", "flash-attn-4"),
-    ):
-        try:
-            call = importlib.import_module(module).flash_attn_func
-        except ImportError as problem:
-            absent.append(f"{name} is left out: {problem}; install {package} to have it")
-        else:
-            found.append(Contender(name, _flash(call), _first))
-    return found, absent
+        Args:
+            inputs: q, k, v.
+            causal: query i sees keys up to i.
+            which: "fwd" or "bwd".
+        """
+        if which == BACKWARD:
+            return Call(Backward(self, inputs, causal), self.context)
+        return Call(self.bind(*inputs, causal), self.context, lambda result: (self.out(result),))
 
 
 @dataclass
@@ -78,19 +68,15 @@ class Backward:
     """
 
     contender: Contender
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v
+    inputs: Inputs
     causal: bool
     dout: torch.Tensor = field(init=False)
     _leaves: tuple[torch.Tensor, ...] = field(init=False)
     _out: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        q, k, v = self.inputs
-        self._leaves = tuple(tensor.detach().requires_grad_() for tensor in (q, k, v))
-        seeded = torch.Generator(q.device).manual_seed(1)
-        shape = (*q.shape[:3], v.shape[3])
-        dout = torch.randn(shape, generator=seeded, device=q.device)
-        self.dout = dout.to(q.dtype)
+        self._leaves = tuple(tensor.detach().requires_grad_() for tensor in self.inputs)
+        self.dout = gradient_of_out(self.inputs)
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
         if self._out is None:
@@ -99,72 +85,103 @@ class Backward:
         return torch.autograd.grad(self._out, self._leaves, self.dout, retain_graph=True)
 
 
-def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call:
-    """A call of cuDNN's attention, within `cudnn_alone`; it returns (batch, heads, len, head_dim).
+def gradient_of_out(inputs: Inputs) -> torch.Tensor:
+    """dO, (batch, len, heads, head_dim_v), from N(0, 1), always the same for those shapes."""
+    q, _, v = inputs
+    seeded = torch.Generator(q.device).manual_seed(1)
+    return torch.randn(*q.shape[:3], v.shape[3], generator=seeded, device=q.device).to(q.dtype)
 
-    With `causal`, len_q must be len_kv: torch aligns its mask at the top left.
+
+@dataclass(frozen=True)
+class Peer:
+    """A row of the table of peers.
+
+    Attributes: `key` names it on the command line; `load` makes its contender, or raises
+    ImportError where `package` is not installed; `default`, whether it takes part unless told.
     """
+
+    key: str
+    name: str
+    package: str
+    load: Callable[[str], Contender]
+    default: bool = True
+
+
+def of_torch(backend: SDPBackend, name: str) -> Contender:
+    """torch's attention by one of its backends; with a causal mask len_q must be len_kv, since
+    torch aligns it at the top left."""
+    return Contender(name, sdpa, _heads_second, partial(sdpa_kernel, backend))
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], Any]:
+    """A launch of torch's attention, which returns (batch, heads, len, head_dim_v)."""
     seen = [tensor.transpose(1, 2) for tensor in (q, k, v)]
     grouped = q.shape[2] != k.shape[2]
     return partial(scaled_dot_product_attention, *seen, is_causal=causal, enable_gqa=grouped)
 
 
-def cudnn_alone() -> Any:
-    """Context in which torch's attention is cuDNN's; around calls, since it takes host time."""
-    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+def of_module(module: str, name: str) -> Contender:
+    """A module's `flash_attn_func`."""
+    return Contender(name, _flash(importlib.import_module(module).flash_attn_func))
 
 
-def times(calls: Mapping[str, Call]) -> dict[str, float]:
-    """Median time of one call on the GPU, microseconds, by name; of those that `run`."""
-    with cudnn_alone():
-        launches = {name: _launches(call) for name, call in calls.items() if runs(name, call)}
-        samples: dict[str, list[float]] = {name: [] for name in launches}
-        order, names = random.Random(0), list(launches)
-        for _ in range(ROUNDS):
-            order.shuffle(names)
-            for name in names:
-                samples[name].append(_sample(calls[name], launches[name]))
-    return {name: statistics.median(sample) for name, sample in samples.items()}
+def of_flex(name: str) -> Contender:
+    """torch's flex attention, compiled for each problem anew; causal by its block mask."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # With fullgraph it raises where it would otherwise fall back to an implementation that is not
+    # what flex attention is for.
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+    def sees(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
+        return query >= key
+
+    def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], Any]:
+        torch.compiler.reset()  # or torch stops compiling after some problems
+        seen = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+        lengths = q.shape[1], k.shape[1]
+        device = str(q.device)
+        mask = create_block_mask(sees, None, None, *lengths, device=device) if causal else None
+        return partial(compiled, *seen, block_mask=mask, enable_gqa=q.shape[2] != k.shape[2])
+
+    return Contender(name, bind, _heads_second)
 
 
-def runs(name: str, call: Call) -> bool:
-    """Call once: whether a contender can run a problem; why not is logged at level info.
+PEERS = (
+    Peer("cudnn", "cuDNN", "torch", partial(of_torch, SDPBackend.CUDNN_ATTENTION)),
+    Peer("fa2", "FA2", "torch", partial(of_torch, SDPBackend.FLASH_ATTENTION)),
+    Peer("fa3", "FA3", "fa3-fwd", partial(of_module, "fa3_fwd_interface")),
+    Peer("fa4", "FA4", "flash-attn-4", partial(of_module, "flash_attn.cute")),
+    Peer("flex", "flex", "torch", of_flex, default=False),  # compiles for minutes
+)
 
-    Raises:
-        Exception: from ours, for any reason but that there is no kernel.
+
+def contenders(
+    which: str = FORWARD, peers: Sequence[str] | None = None
+) -> tuple[list[Contender], dict[str, str]]:
+    """Ours, for backward also deterministic, and the peers that are installed.
+
+    Args:
+        which: "fwd" or "bwd".
+        peers: keys of `PEERS`; those of the default if None.
+
+    Returns:
+        Contenders, and why the others of these peers are left out, by name.
     """
-    try:
-        call()
-    except Exception as problem:  # each peer refuses in its own way
-        if name.startswith(OURS) and not isinstance(problem, NotImplementedError):
-            raise
-        env.log.info("%s cannot run this: %s", name, problem)
-        return False
-    return True
+    found = [Contender(OURS, _flash(attention))]
+    if which == BACKWARD:
+        found.append(Contender(DETERMINISTIC, _flash(partial(attention, deterministic=True))))
+    absent: dict[str, str] = {}
+    for peer in PEERS:
+        if not (peer.default if peers is None else peer.key in peers):
+            continue
+        try:
+            found.append(peer.load(peer.name))
+        except ImportError as problem:
+            absent[peer.name] = f"{problem}; install {peer.package} to have it"
+    return found, absent
 
 
-def _launches(call: Call) -> int:
-    """How many launches a sample takes; warms the call up."""
-    _sample(call, 3)
-    return max(3, round(SAMPLE_MS * 1e3 / _sample(call, 3)))
-
-
-def _sample(call: Call, launches: int) -> float:
-    """Mean microseconds of a call, launched that many times in a row."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(launches):
-        call()
-    end.record()
-    end.synchronize()
-    return 1e3 * start.elapsed_time(end) / launches
-
-
-def _flash(function: Callable[..., Any]) -> Callable[..., Call]:
+def _flash(function: Callable[..., Any]) -> Bind:
     """Bind as (q, k, v, causal=...), the way every FlashAttention is called."""
     return lambda q, k, v, causal: partial(function, q, k, v, causal=causal)
-
-
-def _first(result: Any) -> torch.Tensor:
-    """O alone: some versions return a tuple whose first element it is."""
-    return result[0] if isinstance(result, (tuple, list)) else result

@@ -16,7 +16,8 @@ from rich.table import Table
 from ..interface.autograd import attention, backward
 from ..interface.functions import forward
 from .cells import Cell
-from .contenders import Call, Contender, cudnn_alone, runs
+from .contenders import Contender
+from .timing import Call, able
 
 CELL = Cell(1, 128, 2, 2, 64, 64, causal=False)
 CALLS = 200  # a sample; fewer than a stream's queue holds, or launches would wait for the GPU
@@ -25,7 +26,7 @@ NEEDED_US = 15.0  # what a warmed call of ours may take
 
 
 def measure(contenders: Sequence[Contender]) -> dict[str, float]:
-    """Host microseconds of one warmed call, by what is called; of those that `run`.
+    """Host microseconds of one warmed call, by what is called; of those that run.
 
     Ours is also called in the other layout, through `forward` and `backward`, and with given
     buffers.
@@ -33,26 +34,26 @@ def measure(contenders: Sequence[Contender]) -> dict[str, float]:
     q, k, v = CELL.inputs()
     heads_first = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
     out, lse = forward(q, k, v)
-    calls: dict[str, Call] = {c.name: c.bind(q, k, v, CELL.causal) for c in contenders}
+    calls = {c.name: c.call((q, k, v), CELL.causal) for c in contenders}
     calls |= {
-        "hopwell, bhsd": partial(attention, *heads_first, layout="bhsd"),
-        "hopwell.forward": partial(forward, q, k, v),
-        "hopwell.forward, given buffers": partial(forward, q, k, v, out=out, lse=lse),
-        "hopwell.backward": partial(backward, out, q, k, v, out, lse),
+        "hopwell, bhsd": Call(partial(attention, *heads_first, layout="bhsd")),
+        "hopwell.forward": Call(partial(forward, q, k, v)),
+        "hopwell.forward, given buffers": Call(partial(forward, q, k, v, out=out, lse=lse)),
+        "hopwell.backward": Call(partial(backward, out, q, k, v, out, lse)),
     }
-    with cudnn_alone():
-        return {name: host_us(call) for name, call in calls.items() if runs(name, call)}
+    return {name: host_us(call) for name, call in able(calls)[0].items()}
 
 
 def host_us(call: Call) -> float:
     """Median over the rounds of the mean microseconds until a warmed call returns."""
     samples: list[float] = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        samples.append(1e6 * (time.perf_counter() - start) / CALLS)
+    with call.context():
+        for _ in range(ROUNDS):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call.launch()
+            samples.append(1e6 * (time.perf_counter() - start) / CALLS)
     torch.cuda.synchronize()
     return statistics.median(samples)
 

@@ -18,11 +18,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,8 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 from ..interface import checks
 from ..interface.autograd import attention
 from ..interface.emulate import emulate
-from .contenders import OURS
-from .forward import versions
+from .results import about
+from .timing import OURS
 
 EXACT = "math float32"
 MATH = "math bf16"
@@ -222,17 +220,6 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     figure.savefig(file)
 
 
-def _commit() -> str | None:
-    """Of the source, where git knows it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        where = Path(__file__).parent
-        return subprocess.check_output(
-            command, cwd=where, text=True, stderr=subprocess.DEVNULL
-        ).strip()
-    return None
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--out", type=click.Path(path_type=Path), help="Write the losses there, as JSON.")
 @click.option(
@@ -280,10 +267,7 @@ def _found(steps: int, commit: str | None, emulated: bool) -> dict[str, Any]:
     with emulate("sm_90a") if emulated else contextlib.nullcontext():
         losses = curves(sizes, steps, contenders(device), device)
     return {
-        "device": "emulator" if emulated else torch.cuda.get_device_name(),
-        "versions": versions(),
-        "commit": commit or _commit(),
-        "date": date.today().isoformat(),
+        **about("emulator" if emulated else torch.cuda.get_device_name(), commit),
         "sizes": asdict(sizes),
         "learning_rate": LEARNING_RATE,
         "losses": losses,

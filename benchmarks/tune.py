@@ -27,7 +27,7 @@ from ..interface.cache import Store
 from ..kernels import ForwardFacts, forward_function
 from ..kernels.tiles import FORWARD, SHORT_LEN_Q, Tiles
 from .cells import HIDDEN, Cell, of_tokens
-from .contenders import Call, times
+from .timing import Call, times
 
 ROW = "row"  # what the table has
 CONSUMERS = {2: (40, 232), 3: (32, 160)}  # warpgroups: registers of (load, consume)
@@ -95,7 +95,7 @@ def call(tiles: Tiles, inputs: Sequence[torch.Tensor], causal: bool) -> Call:
     lse = torch.empty(batch, heads, length, device=q.device)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     launch = compiling.launcher(spec(tiles, causal)).call
-    return lambda: launch(q, k, v, out, lse, 1 / math.sqrt(head_dim), counter, False)
+    return Call(lambda: launch(q, k, v, out, lse, 1 / math.sqrt(head_dim), counter, False))
 
 
 def table(
@@ -138,7 +138,7 @@ def measure(row: Tiles, lengths: Sequence[int], jobs: int) -> Table:
                 inputs = one.inputs()
                 calls = {name: call(there[name], inputs, causal) for name in found}
                 for name, us in times(calls).items():
-                    found[name][one] = us
+                    found[name][one] = us.median
     return table(row, found, spilled)
 
 

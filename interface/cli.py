@@ -179,7 +179,15 @@ def tune(arguments: tuple[str, ...]) -> None:
 
 @_handed_on
 def bench(arguments: tuple[str, ...]) -> None:
-    """Time forward, or backward, against its peers on this machine's GPU."""
-    from ..benchmarks import forward
+    """Time forward and backward against their peers on this machine's GPU."""
+    from ..benchmarks import bench as command
 
-    forward.main(list(arguments), prog_name="python -m hopwell bench")
+    command.main(list(arguments), prog_name="python -m hopwell bench")
+
+
+@_handed_on
+def plot(arguments: tuple[str, ...]) -> None:
+    """Draw results that bench has written."""
+    from ..benchmarks import plot as drawing
+
+    drawing.main(list(arguments), prog_name="python -m hopwell plot")

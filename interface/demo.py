@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.nn.attention import SDPBackend
 
 from . import checks
 from .emulate import emulate
@@ -189,9 +189,11 @@ _COUNTED = ("KiB read", "KiB written", "tensor MFLOP", "mufu /1e3", "warp instr 
 
 
 def _on_gpu(console: Console) -> bool:
-    from ..benchmarks.contenders import cudnn, times
+    from ..benchmarks.contenders import of_torch
+    from ..benchmarks.timing import Call, able, times
 
     table = _table(f"on {torch.cuda.get_device_name()}", "us", "cuDNN us")
+    cudnn = of_torch(SDPBackend.CUDNN_ATTENTION, "cuDNN")
     ok = True
     for case in (*CASES, *GPU_CASES):
         inputs = case.inputs("cuda")
@@ -199,18 +201,16 @@ def _on_gpu(console: Console) -> bool:
             out, lse = forward(*inputs, causal=case.causal)
             errors = measure(case, inputs, out, lse)
             ok &= errors.fine
-            contenders: dict[str, Callable[[], object]] = {
-                "hopwell": partial(forward, *inputs, causal=case.causal)
-            }
+            calls = {"hopwell": Call(partial(forward, *inputs, causal=case.causal))}
             alike = not case.causal or case.len_q == case.len_kv  # else torch's mask is another
             if alike:
-                contenders["cudnn"] = cudnn(*inputs, case.causal)
-            us = times(contenders)
+                calls[cudnn.name] = cudnn.call(inputs, case.causal)
+            us = times(able(calls)[0])
         absent = "no kernel" if alike else "another mask"
         table.add_row(
             *_errors(case, errors),
-            f"{us['hopwell']:.1f}",
-            f"{us['cudnn']:.1f}" if "cudnn" in us else absent,
+            f"{us['hopwell'].median:.1f}",
+            f"{us[cudnn.name].median:.1f}" if cudnn.name in us else absent,
         )
     return _conclude(console, table, ok)
 
