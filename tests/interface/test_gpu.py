@@ -1,5 +1,6 @@
 """The same interface on a GPU; skipped, with the reason, where there is none that has kernels."""
 
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ import hopwell
 from hopwell.interface import checks, demo, functions
 from hopwell.interface import compile as compiling
 from hopwell.interface.demo import CASES, Case, measure
+from hopwell.interface.link import LINKER
 
 DEVICE = torch.device("cuda", 0)
 ROOT = Path(__file__).parents[2]
@@ -223,6 +225,7 @@ def test_cpu_tensors_still_run_on_the_emulator() -> None:
         hopwell.forward(q.cuda(), k.cuda(), v.cuda())
 
 
+@pytest.mark.skipif(shutil.which(LINKER) is None, reason="kernels are linked where there is ld")
 def test_an_exported_kernel_runs_without_the_compiler(tmp_path: Path) -> None:
     hopwell.compile("sm_90a", out=tmp_path, dtypes=[torch.bfloat16], head_dims=[128])
     code = f"""
