@@ -106,8 +106,8 @@ def attention(
     if deterministic is not None:
         checks.raise_first(checks.deterministic_or_not(deterministic))
     try:
-        records = q.requires_grad or k.requires_grad or v.requires_grad
-    except AttributeError:  # not tensors, as the checks of `forward` will say
+        records = q.requires_grad | k.requires_grad | v.requires_grad  # asks all three
+    except AttributeError:  # arrays of another library, or no tensors, as `forward` will say
         records = False
     if records and torch.is_grad_enabled():
         out, lse = _Attention.apply(q, k, v, scale, causal, layout, deterministic)
