@@ -512,7 +512,7 @@ class Neutral:
 _SDPA = "use torch.nn.functional.scaled_dot_product_attention for it"
 _FLEX = "use torch.nn.attention.flex_attention for it"
 _SCALED = "fp8 is not supported; pass q, k and v in fp16 or bf16"
-_MLA = "pass q and qv as one q, concatenated along head_dim, and k likewise"
+_MLA = "concatenate q with qv, and k with v, along head_dim"
 _DENSE = "call flash_attn_func with tensors (batch, len, heads, head_dim)"
 _TUNED = "the kernels choose by themselves; leave it out"
 

@@ -44,6 +44,11 @@ class Mask:
     len_kv: int
     runs: tuple[Run, ...]
 
+    @property
+    def ndim(self) -> int:
+        """Not 2: `generate` may have it made ahead, and transformers then asks for this."""
+        return 4
+
 
 def register(name: str = "hopwell") -> None:
     """Make attention by our kernels one that models of transformers can be told to use.
@@ -86,7 +91,7 @@ def mask(
     kv_offset: int | torch.Tensor = 0,
     *,
     mask_function: Callable[..., Any],
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | Mask | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
@@ -99,7 +104,7 @@ def mask(
         q_offset, kv_offset: positions of the first query and key in their sequence.
         mask_function: the rule, one of transformers' own or made up from them.
         attention_mask: (batch, len) bool, false where a token is padding; len may be less than
-            the keys are many, as of a cache that is not full.
+            the keys are many, as of a cache that is not full. Or what this function returned.
         local_size: size of the window or chunk, where the rule is a window's.
         allow_is_causal_skip, allow_is_bidirectional_skip: the rule has nothing that these do not
             say, and the model takes None as a mask.
@@ -127,6 +132,8 @@ def mask(
             "the model asks for a mask of its own (sequences packed, a prefix, blocks)"
         )
 
+    if isinstance(attention_mask, Mask):
+        return attention_mask
     first_kv = int(kv_offset)
     first_q = int(q_offset) - first_kv  # where the first query stands among the keys
     end_q = first_q + q_length
