@@ -185,11 +185,13 @@ def imported(name: str, thing: Any) -> Any:
     if isinstance(thing, torch.Tensor) or not hasattr(thing, "__dlpack__"):
         return thing
     try:
+        if any(step < 0 for step in getattr(thing, "strides", None) or ()):
+            raise ValueError("it has a negative stride")  # at which torch ends the process
         return torch.from_dlpack(thing)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
             f"{name} is a {type(thing).__name__} that torch cannot take by DLPack: {error}; "
-            "needs an array of fp16 or bf16 on this device; convert or copy it first"
+            "needs an array of fp16 or bf16 that it can; copy it into a torch.Tensor"
         ) from error
 
 

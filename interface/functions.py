@@ -105,7 +105,7 @@ def forward(
     emulation = active()
     try:
         dtype, device = q.dtype, q.device
-        records = q.requires_grad or k.requires_grad or v.requires_grad
+        records = q.requires_grad | k.requires_grad | v.requires_grad  # asks all three
         signature = (
             dtype,
             device,
