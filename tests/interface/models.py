@@ -70,14 +70,16 @@ def made(kind: Any, config: Any) -> Any:
     return kind(config).to(torch.bfloat16).eval()
 
 
-def batch(padding: tuple[tuple[int, int], ...], device: str = "cpu") -> tuple[Tensor, Tensor]:
+def batch(
+    padding: tuple[tuple[int, int], ...], length: int = LENGTH, device: Any = "cpu"
+) -> tuple[Tensor, Tensor]:
     """Tokens and their mask, 0 where there is padding."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (len(padding), LENGTH), generator=generator)
+    tokens = torch.randint(VOCABULARY, (len(padding), length), generator=generator)
     mask = torch.ones_like(tokens)
     for row, (before, behind) in zip(mask, padding, strict=True):
         row[:before] = 0
-        row[LENGTH - behind :] = 0
+        row[length - behind :] = 0
     return tokens.to(device), mask.to(device)
 
 
@@ -99,6 +101,37 @@ def both_passes(model: Any, implementation: str, tokens: Tensor, mask: Tensor | 
     result.loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return Pass(result.logits.detach()[real], gradients)
+
+
+def generated(
+    model: Any, implementation: str, tokens: Tensor, mask: Tensor, cache: str | None = None
+) -> Tensor:
+    """Logits of the tokens that follow, by way of a cache of keys and values."""
+    model.set_attn_implementation(implementation)
+    result = model.generate(
+        tokens,
+        attention_mask=mask,
+        max_new_tokens=3,
+        do_sample=False,
+        pad_token_id=0,
+        cache_implementation=cache,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.stack(result.logits)
+
+
+class Array:
+    """Of another library: all that torch may ask is DLPack, which has bf16 too."""
+
+    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None = None) -> None:
+        self.tensor = tensor
+        self.stream = stream  # on which it is written
+        self.__dlpack_device__ = tensor.__dlpack_device__
+
+    def __dlpack__(self, **options: Any) -> Any:
+        with torch.cuda.stream(self.stream):
+            return self.tensor.__dlpack__(**options)
 
 
 def error(found: Tensor, expected: Tensor) -> float:

@@ -16,6 +16,8 @@ from hopwell.interface import functions, plans
 from hopwell.interface.demo import Case, Errors, exact, measure
 from hopwell.interface.emulate import Emulation, active
 
+from .models import Array
+
 
 @pytest.fixture
 def emulation() -> Iterator[Emulation]:
@@ -135,14 +137,6 @@ def test_given_buffers_are_used(emulation: Emulation) -> None:
     assert results[0] is out and results[1] is lse
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
     assert (whole[:, :, :, [0, 2]] == 7).all()
-
-
-class Array:
-    """Of another library: all that torch may ask is DLPack, which has bf16 too."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.__dlpack__ = tensor.__dlpack__
-        self.__dlpack_device__ = tensor.__dlpack_device__
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -71,21 +71,8 @@ def test_a_mask_of_ones_is_none(llama: Any, emulation: None) -> None:
 def test_tokens_that_follow_from_a_cache(cache: Any, llama: Any, emulation: None) -> None:
     """Of sequences with padding before them; a static cache has keys that are not there yet."""
     tokens, mask = models.batch(models.PADDING["left"])
-    scores = []
-    for implementation in ("sdpa", NAME):
-        llama.set_attn_implementation(implementation)
-        result = llama.generate(
-            tokens,
-            attention_mask=mask,
-            max_new_tokens=3,
-            do_sample=False,
-            pad_token_id=0,
-            cache_implementation=cache,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        scores.append(torch.stack(result.logits))
-    assert models.error(scores[1], scores[0]) <= models.LIMIT
+    logits = [models.generated(llama, name, tokens, mask, cache) for name in ("sdpa", NAME)]
+    assert models.error(logits[1], logits[0]) <= models.LIMIT
 
 
 def test_a_part_of_the_prompt_at_a_time(llama: Any, emulation: None) -> None:
