@@ -6,6 +6,7 @@ lists them all. Nothing else in the package raises for a user's input.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -605,7 +606,8 @@ def no_lengths(function: str, asks: str) -> NoReturn:
 
 def transformers_version(found: str | None, needed: tuple[int, int]) -> None:
     """Raises ImportError if transformers is missing or too old."""
-    if found is None or tuple(int(part) for part in found.split(".")[:2]) < needed:
+    numbers = re.match(r"(\d+)\.(\d+)", found or "0.0")
+    if numbers is None or tuple(map(int, numbers.groups())) < needed:
         wanted = ".".join(map(str, needed))
         raise ImportError(
             f"found transformers {found or 'not installed'}; needs {wanted} or later; "

@@ -4,7 +4,7 @@ transformers asks twice. Once for each pass of a model it has `mask` say which k
 each layer it hands what that returned to `attend`. `mask` takes what the kernels can do: all keys,
 or those up to the query's own position, of one run of tokens in each sequence, with padding before
 and behind it. It reads where that run begins and ends from the 2D mask, which waits for the GPU
-once; `attend` then runs sequences that begin and end alike together, without their padding.
+once; `attend` then runs sequences that begin and end alike together, without keys of padding.
 
 Everything else is refused. What a padding token itself gets is of no use, and unspecified: no other
 token sees it.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -28,18 +29,17 @@ NEEDED = (5, 4)  # the first whose mask functions are asked with q_length and q_
 
 
 class Run(NamedTuple):
-    """What is computed of one sequence: queries from the first to the last, keys of a range."""
+    """Keys of one sequence: from the first up to the end."""
 
-    first_q: int
-    first_kv: int
-    end_kv: int
+    first: int
+    end: int
 
 
 @dataclass(frozen=True)
 class Mask:
     """What `mask` tells `attend` of each sequence of a batch, by way of the model."""
 
-    causal: bool  # aligned at the last query of a run
+    causal: bool  # aligned at the last query and the last key of a run
     len_q: int
     len_kv: int
     runs: tuple[Run, ...]
@@ -142,40 +142,36 @@ def mask(
             f"{q_length} queries from position {int(q_offset)} go beyond {kv_length} keys from "
             f"{first_kv}"
         )
-    spans = [(0, kv_length)] * batch_size
+    runs = [Run(0, kv_length)] * batch_size
     if attention_mask is not None:
         if attention_mask.ndim != 2:
             checks.model_mask(f"attention_mask has shape {tuple(attention_mask.shape)}")
         missing = max(first_kv + kv_length - attention_mask.shape[1], 0)
         tokens = torch.nn.functional.pad(attention_mask, (0, missing))
-        spans = _spans(tokens[:, first_kv : first_kv + kv_length].expand(batch_size, -1))
+        runs = _runs(tokens[:, first_kv : first_kv + kv_length].expand(batch_size, -1))
     if causal:  # then no token sees the padding behind it
-        runs = tuple(
-            Run(min(max(start - first_q, 0), q_length), start, end_q) for start, _ in spans
-        )
-    else:
-        runs = tuple(Run(0, start, end) for start, end in spans)
+        runs = [Run(run.first, end_q) for run in runs]
     skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
-    plain = all(run == (0, 0, kv_length) for run in runs)
+    plain = all(run == (0, kv_length) for run in runs)
     if skip and plain and (not causal or q_length in (1, kv_length)):
         return None
-    return Mask(causal, q_length, kv_length, runs)
+    return Mask(causal, q_length, kv_length, tuple(runs))
 
 
-def _spans(tokens: torch.Tensor) -> list[tuple[int, int]]:
+def _runs(tokens: torch.Tensor) -> list[Run]:
     """Where the tokens of each sequence begin and end: (batch, len) bool, one run in each row."""
     count = tokens.shape[1]
     ones = tokens.int()
     first, behind = ones.argmax(1), ones.flip(1).argmax(1)  # of the largest, the first
-    spans = []
+    runs = []
     for start, left, seen in torch.stack((first, behind, ones.sum(1)), 1).tolist():
         end = count - left
         if seen and seen != end - start:
             checks.model_mask(
                 f"attention_mask has {end - start - seen} zeros between the ones of a sequence"
             )
-        spans.append((start, end) if seen else (count, count))
-    return spans
+        runs.append(Run(start, end) if seen else Run(count, count))
+    return runs
 
 
 # ---- in each layer -------------------------------------------------------------------------------
@@ -238,30 +234,29 @@ def attend(
                 f"len_q and len_kv {expected}"
             )
 
-    def run(*tensors: torch.Tensor) -> torch.Tensor:
-        return attention(*tensors, scale=scaling, causal=causal, deterministic=deterministic)
-
-    return (run(q, k, v) if runs is None else _by_runs(run, q, k, v, runs)), None
+    dense = partial(attention, scale=scaling, causal=causal, deterministic=deterministic)
+    return (dense(q, k, v) if runs is None else _by_runs(dense, q, k, v, runs)), None
 
 
 def _by_runs(
-    run: Callable[..., torch.Tensor],
+    dense: Callable[..., torch.Tensor],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     runs: tuple[Run, ...],
 ) -> torch.Tensor:
-    """Sequences with one run together, neighbours in the batch; 0 for queries before the first."""
-    groups = [(one, len(list(alike))) for one, alike in groupby(runs)]
-    parts = []
-    for (one, _), *tensors in zip(
-        groups, *(t.split([count for _, count in groups]) for t in (q, k, v)), strict=True
-    ):
-        q, k, v = tensors
-        keys = slice(one.first_kv, one.end_kv)
-        part = run(q[:, one.first_q :], k[:, keys], v[:, keys])
-        parts.append(torch.nn.functional.pad(part, (0, 0, 0, 0, one.first_q, 0)))
-    return torch.cat(parts)
+    """Sequences with one run together, neighbours in the batch.
+
+    All their queries are in it: under a causal mask those before the run see nothing, and get 0.
+    """
+    groups = [(run, len(list(alike))) for run, alike in groupby(runs)]
+    parts = (tensor.split([count for _, count in groups]) for tensor in (q, k, v))
+    return torch.cat(
+        [
+            dense(q, k[:, run.first : run.end], v[:, run.first : run.end])
+            for (run, _), q, k, v in zip(groups, *parts, strict=True)
+        ]
+    )
 
 
 _seen: WeakIdKeyDictionary = WeakIdKeyDictionary()

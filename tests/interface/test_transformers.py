@@ -13,6 +13,7 @@ import hopwell.transformers
 from hopwell.interface import checks
 from hopwell.interface.transformers import Mask, Run, attend, mask
 
+from .. import reference
 from . import models
 
 Tensor = torch.Tensor
@@ -92,14 +93,12 @@ def test_a_part_of_the_prompt_at_a_time(llama: Any, emulation: None) -> None:
 
 
 def seen(mask: Mask | None, causal: bool, len_q: int, len_kv: int, batch: int) -> Tensor:
-    """(batch, len_q, len_kv): what `attend` lets a query see, queries without a run nothing."""
+    """(batch, len_q, len_kv): what `attend` lets a query see."""
     every = torch.zeros(batch, len_q, len_kv, dtype=torch.bool)
-    runs = ((0, 0, len_kv),) * batch if mask is None else mask.runs
-    for row, (first_q, first_kv, end_kv) in zip(every, runs, strict=True):
-        part = torch.ones(len_q - first_q, max(end_kv - first_kv, 0), dtype=torch.bool)
-        if causal and len_q > 1:
-            part = part.tril(part.shape[1] - part.shape[0])
-        row[first_q:, first_kv:end_kv] = part
+    assert mask is not None or not causal or len_q in (1, len_kv)
+    runs = ((0, len_kv),) * batch if mask is None else mask.runs
+    for row, (first, end) in zip(every, runs, strict=True):
+        row[:, first:end] = reference.visible(len_q, max(end - first, 0), causal)
     return every
 
 
@@ -154,20 +153,19 @@ def test_a_window_that_has_room_for_every_key_is_none() -> None:
 def test_sequences_that_begin_and_end_alike_run_together(
     emulation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without their padding, and in one call if they are neighbours."""
+    """Without keys of padding, and in one call if they are neighbours."""
     shapes: list[tuple[int, ...]] = []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         shapes.append((q.shape[0], q.shape[1], k.shape[1]))
-        return torch.ones_like(q)
+        return q
 
     monkeypatch.setattr("hopwell.interface.transformers.attention", attention)
-    q, k = torch.zeros(3, 2, 20, 64), torch.zeros(3, 1, 20, 64)
-    given = Mask(True, 20, 20, (Run(5, 5, 20), Run(5, 5, 20), Run(0, 0, 20)))
+    q, k = torch.randn(3, 2, 20, 64), torch.zeros(3, 1, 20, 64)
+    given = Mask(True, 20, 20, (Run(5, 20), Run(5, 20), Run(0, 19)))
     out, _ = attend(torch.nn.Module(), q, k, k, given)
-    assert shapes == [(2, 15, 15), (1, 20, 20)]
-    assert out.shape == (3, 20, 2, 64)
-    assert not out[:2, :5].any() and out[:2, 5:].all() and out[2].all()
+    assert shapes == [(2, 20, 15), (1, 20, 19)]
+    assert torch.equal(out, q.transpose(1, 2))
 
 
 # ---- refused -------------------------------------------------------------------------------------
@@ -213,7 +211,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         f"attention_mask is a Tensor of shape (1, 1, 4, 4); {MASKS}",
     ),
     "a mask of another batch": (
-        {"attention_mask": Mask(False, 4, 4, (Run(0, 0, 4),) * 2)},
+        {"attention_mask": Mask(False, 4, 4, (Run(0, 4),) * 2)},
         "q is (1, 2, 4, 64) and k (1, 1, 4, 64), but the mask is for batch, len_q and len_kv "
         f"(2, 4, 4); {MASKS}",
     ),
@@ -354,3 +352,6 @@ def test_transformers_is_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None
         assert str(raised.value) == (
             f"found transformers {said}; needs 5.4 or later; run `pip install 'transformers>=5.4'`"
         )
+    for found in ("5.4.0", "6.0rc1"):
+        monkeypatch.setattr(installed, lambda _, found=found: found)
+        hopwell.transformers.register(NAME)
