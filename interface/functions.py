@@ -87,7 +87,8 @@ def forward(
 
     Args:
         q, k, v, scale, causal, layout: as for `attention`. q, k and v may be arrays of another
-            library that have `__dlpack__`, as CuPy's and JAX's; their memory is used as it is.
+            library that have `__dlpack__`, as CuPy's and JAX's; their memory is used as it is, so
+            on a GPU keep them until it is done.
         out: buffer of q's dtype, and shape but for v's head_dim; must not overlap q, k or v.
         lse: contiguous fp32 buffer, (batch, heads, len_q) in either layout.
 
@@ -174,7 +175,10 @@ def supported(
     layout: Layout = "bshd",
 ) -> Support:
     """Whether `forward` would take these arguments, or every reason why not; no side effects."""
-    q, k, v = imported(q, k, v) or (q, k, v)
+    try:
+        q, k, v = imported(q, k, v) or (q, k, v)
+    except TypeError as error:
+        return Support(False, (str(error),), "", False)
     problems = tuple(
         _problems(q, k, v, scale=scale, causal=causal, layout=layout, out=None, lse=None)
     )

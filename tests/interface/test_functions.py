@@ -194,6 +194,7 @@ def test_arrays_that_torch_cannot_take(array: Any, reason: str, emulation: Emula
         f"k is a ndarray that torch cannot take by DLPack: {reason}; "
         "needs an array of fp16 or bf16 that it can; copy it into a torch.Tensor"
     )
+    assert hopwell.supported(q, array, v).reasons == (str(raised.value),)
 
 
 def test_an_expanded_batch_is_not_copied(emulation: Emulation) -> None:
