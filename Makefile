@@ -40,5 +40,5 @@ clean:
 $(installed): pyproject.toml
 	$(PYTHON) -m venv $(venv)
 	$(bin)/python -m pip install --quiet --upgrade pip
-	$(bin)/python -m pip install --quiet '$(TORCH)' --editable '.[test,lint,peers,plot]'
+	$(bin)/python -m pip install --quiet '$(TORCH)' --editable '.[test,lint,peers,plot,transformers]'
 	touch $@

@@ -25,6 +25,7 @@ from .functions import (
     contiguous,
     described,
     forward,
+    imported,
     sms_of,
 )
 from .plans import Plans
@@ -88,6 +89,7 @@ def attention(
             Head dims are multiples of 8 from 8 to 256.
         k, v: (batch, len_kv, heads_kv, head_dim); heads is a multiple of heads_kv, and query head
             h attends with key head h // (heads // heads_kv). v may have a head_dim of its own.
+            All three may be arrays of another library, as for `forward`.
         scale: of the products; None is 1/sqrt(head_dim).
         causal: query i sees keys up to i + len_kv - len_q, so that the last query sees every key.
         deterministic: of the gradients, as for `backward`; the result always is.
@@ -106,9 +108,10 @@ def attention(
     if deterministic is not None:
         checks.raise_first(checks.deterministic_or_not(deterministic))
     try:
-        records = q.requires_grad or k.requires_grad or v.requires_grad
-    except AttributeError:  # not tensors, as the checks of `forward` will say
-        records = False
+        records = q.requires_grad | k.requires_grad | v.requires_grad  # asks all three
+    except AttributeError:  # arrays of another library; or neither, as `forward` will say
+        q, k, v = imported(q, k, v) or (q, k, v)
+        records = any(getattr(t, "requires_grad", False) for t in (q, k, v))
     if records and torch.is_grad_enabled():
         out, lse = _Attention.apply(q, k, v, scale, causal, layout, deterministic)
     else:

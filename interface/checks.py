@@ -6,8 +6,10 @@ lists them all. Nothing else in the package raises for a user's input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -173,6 +175,25 @@ def _kinds(tensors: Mapping[str, Any]) -> Iterator[Problem]:
                 TypeError,
                 f"{name} has layout {tensor.layout}; needs torch.strided; call {name}.to_dense()",
             )
+
+
+def imported(name: str, thing: Any) -> Any:
+    """A tensor on the memory of something that speaks DLPack; anything else as it is.
+
+    Raises:
+        TypeError: torch cannot take it.
+    """
+    if isinstance(thing, torch.Tensor) or not hasattr(thing, "__dlpack__"):
+        return thing
+    try:
+        if any(step < 0 for step in getattr(thing, "strides", None) or ()):
+            raise ValueError("it has a negative stride")  # at which torch ends the process
+        return torch.from_dlpack(thing)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} is a {type(thing).__name__} that torch cannot take by DLPack: {error}; "
+            "needs an array of fp16 or bf16 that it can; copy it into a torch.Tensor"
+        ) from error
 
 
 def _layout(layout: Any) -> Iterator[Problem]:
@@ -478,6 +499,134 @@ def no_capture(kernel: object, also: str = "") -> None:
             "needs that before the capture; make the same call once, or "
             f"hopwell.warmup(head_dims=[...]{also}), ahead of torch.cuda.graph"
         )
+
+
+# ---- arguments of other libraries ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """An argument that asks for nothing as long as it has one of these values."""
+
+    values: tuple[Any, ...]
+    instead: str  # what to do if it has another
+
+
+_SDPA = "use torch.nn.functional.scaled_dot_product_attention for it"
+_FLEX = "use torch.nn.attention.flex_attention for it"
+_SCALED = "fp8 is not supported; pass q, k and v in fp16 or bf16"
+_MLA = "concatenate q with qv, and k with v, along head_dim"
+_DENSE = "call flash_attn_func with tensors (batch, len, heads, head_dim)"
+_TUNED = "the kernels choose by themselves; leave it out"
+
+# Of FlashAttention 2, and what 3 added.
+FLASH_ATTENTION: Mapping[str, Neutral] = {
+    "dropout_p": Neutral((0.0,), _SDPA),
+    "window_size": Neutral(
+        tuple(product((-1, None), repeat=2)), f"pass causal=True for (-1, 0), or {_FLEX}"
+    ),
+    "softcap": Neutral((0.0,), _FLEX),
+    "alibi_slopes": Neutral((None,), _FLEX),
+    "qv": Neutral((None,), _MLA),
+    "q_descale": Neutral((None,), _SCALED),
+    "k_descale": Neutral((None,), _SCALED),
+    "v_descale": Neutral((None,), _SCALED),
+    "attention_chunk": Neutral((0,), _FLEX),
+    "num_splits": Neutral((1, 0), _TUNED),
+    "pack_gqa": Neutral((None,), _TUNED),
+    "sm_margin": Neutral((0,), _TUNED),
+    "num_heads_q": Neutral((None,), "split the tensor, and call flash_attn_func"),
+}
+
+_OTHER = 'load the model with attn_implementation="sdpa"'
+_EAGER = 'load the model with attn_implementation="eager"'
+_PACKED = "pass one sequence a row, padded, with an attention_mask (batch, len)"
+
+# What models of transformers hand to their attention.
+TRANSFORMERS: Mapping[str, Neutral] = {
+    "dropout": Neutral((0.0,), f"set attention_dropout of the config to 0, or {_OTHER}"),
+    "softcap": Neutral((None, 0.0), _EAGER),
+    "s_aux": Neutral((None,), _EAGER),
+    "sinks": Neutral((None,), _EAGER),
+    "head_mask": Neutral((None,), _EAGER),
+    "position_bias": Neutral((None,), _OTHER),
+    "output_attentions": Neutral((None, False), _EAGER),
+    "indices": Neutral((None,), _OTHER),
+    "block_indices": Neutral((None,), _OTHER),
+    "block_table": Neutral((None,), _OTHER),
+    "seq_idx": Neutral((None,), _PACKED),
+    "cu_seq_lens_q": Neutral((None,), _PACKED),
+    "cu_seq_lens_k": Neutral((None,), _PACKED),
+    "max_length_q": Neutral((None,), _PACKED),
+    "max_length_k": Neutral((None,), _PACKED),
+}
+
+
+def neutral(table: Mapping[str, Neutral], arguments: Mapping[str, Any]) -> None:
+    """Refuse what the kernels cannot do, where it is asked for; names not in the table pass.
+
+    Raises:
+        NotImplementedError: an argument has another value than those of the table.
+    """
+    for name, got in arguments.items():
+        if name not in table:
+            continue
+        tensor = isinstance(got, torch.Tensor)
+        value = tuple(got) if isinstance(got, list) else got
+        if tensor or value not in table[name].values:
+            shown = f"a {type(got).__name__}" if tensor else repr(got)
+            raise NotImplementedError(
+                f"{name} is {shown}; needs {table[name].values[0]!r}; {table[name].instead}"
+            )
+
+
+def known(function: str, names: Iterable[str]) -> None:
+    """Raises TypeError: a keyword is none of FlashAttention's."""
+    for name in names:
+        if name not in FLASH_ATTENTION:
+            raise TypeError(
+                f"{function} got {name}; needs an argument of FlashAttention 2 or 3; leave it out"
+            )
+
+
+def packed(name: str, got: Any, count: int, parts: str) -> None:
+    """Raises TypeError or ValueError: `got` is no tensor that holds `count` others in dim 2."""
+    raise_first(_kinds({name: got}))
+    if got.ndim != 5 or got.shape[2] != count:
+        raise ValueError(
+            f"{name} has shape {tuple(got.shape)}; needs (batch, len, {count}, heads, head_dim); "
+            f"pass torch.stack({parts}, 2), or call flash_attn_func with the parts"
+        )
+
+
+def no_lengths(function: str, asks: str) -> NoReturn:
+    """Raises NotImplementedError: a function of FlashAttention that there is no kernel for."""
+    raise NotImplementedError(f"{function} was called; there is no kernel for {asks} yet; {_DENSE}")
+
+
+def transformers_version(found: str | None, needed: tuple[int, int]) -> None:
+    """Raises ImportError if transformers is missing or too old."""
+    numbers = re.match(r"(\d+)\.(\d+)", found or "0.0")
+    if numbers is None or tuple(map(int, numbers.groups())) < needed:
+        wanted = ".".join(map(str, needed))
+        raise ImportError(
+            f"found transformers {found or 'not installed'}; needs {wanted} or later; "
+            f"run `pip install 'transformers>={wanted}'`"
+        )
+
+
+def model_mask(got: str) -> NoReturn:
+    """Raises NotImplementedError: a model asks for a mask that the kernels have not."""
+    raise NotImplementedError(
+        f"{got}; the kernels take no mask or a causal one, and padding at the ends of a sequence, "
+        f"as an attention_mask (batch, len); {_OTHER}"
+    )
+
+
+def model_window(window: int | None, len_kv: int) -> None:
+    """Raises NotImplementedError: a sliding window is narrower than the keys are many."""
+    if window is not None and window < len_kv:
+        model_mask(f"sliding_window is {window}, and there are {len_kv} keys")
 
 
 # ---- settings, folders, versions -----------------------------------------------------------------

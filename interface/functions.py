@@ -86,13 +86,15 @@ def forward(
     """`attention` without autograd: always returns (out, lse), and writes to given buffers.
 
     Args:
-        q, k, v, scale, causal, layout: as for `attention`.
+        q, k, v, scale, causal, layout: as for `attention`. q, k and v may be arrays of another
+            library that have `__dlpack__`, as CuPy's and JAX's; their memory is used as it is, so
+            on a GPU keep them until it is done.
         out: buffer of q's dtype, and shape but for v's head_dim; must not overlap q, k or v.
         lse: contiguous fp32 buffer, (batch, heads, len_q) in either layout.
 
     Returns:
-        out, and lse: the natural logarithm of the sum of exp(scale q k^T) over the keys that a
-        query sees. A query that sees none has out 0 and lse -inf.
+        Tensors: out, and lse, the natural logarithm of the sum of exp(scale q k^T) over the keys
+        that a query sees. A query that sees none has out 0 and lse -inf.
 
     Raises:
         TypeError: dtypes differ or are not fp16 or bf16; an argument is not what it should be.
@@ -104,7 +106,7 @@ def forward(
     emulation = active()
     try:
         dtype, device = q.dtype, q.device
-        records = q.requires_grad or k.requires_grad or v.requires_grad
+        records = q.requires_grad | k.requires_grad | v.requires_grad  # asks all three
         signature = (
             dtype,
             device,
@@ -121,7 +123,11 @@ def forward(
         )
         plan = _plans.get(signature)
     except (AttributeError, TypeError, RuntimeError):
-        # Not tensors and numbers: the checks will say what is what.
+        # Not tensors and numbers: arrays of another library, or the checks will say what is what.
+        arrays = imported(q, k, v)
+        if arrays is not None:
+            options: Any = {"scale": scale, "causal": causal, "layout": layout}
+            return forward(*arrays, **options, out=out, lse=lse)
         plan = signature = dtype = device = None
         records = False
     if plan is None:
@@ -169,6 +175,10 @@ def supported(
     layout: Layout = "bshd",
 ) -> Support:
     """Whether `forward` would take these arguments, or every reason why not; no side effects."""
+    try:
+        q, k, v = imported(q, k, v) or (q, k, v)
+    except TypeError as error:
+        return Support(False, (str(error),), "", False)
     problems = tuple(
         _problems(q, k, v, scale=scale, causal=causal, layout=layout, out=None, lse=None)
     )
@@ -310,6 +320,12 @@ def _counter(device: torch.device) -> torch.Tensor:
     if counter is None:
         counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return counter
+
+
+def imported(*things: Any) -> tuple[Any, ...] | None:
+    """q, k and v with arrays of other libraries taken as tensors; None if there are none."""
+    tensors = tuple(checks.imported(name, t) for name, t in zip("qkv", things, strict=True))
+    return None if all(a is b for a, b in zip(tensors, things, strict=True)) else tensors
 
 
 def described(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,8 @@ from hopwell.interface import compile as compiling
 from hopwell.interface import functions, plans
 from hopwell.interface.demo import Case, Errors, exact, measure
 from hopwell.interface.emulate import Emulation, active
+
+from .models import Array
 
 
 @pytest.fixture
@@ -134,6 +137,64 @@ def test_given_buffers_are_used(emulation: Emulation) -> None:
     assert results[0] is out and results[1] is lse
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
     assert (whole[:, :, :, [0, 2]] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_arrays_of_other_libraries(dtype: torch.dtype, emulation: Emulation) -> None:
+    """Beside tensors, where they lie, and with buffers."""
+    q, k, v = inputs(replace(SMALL, dtype=dtype))
+    out, lse = hopwell.forward(q, k, v, causal=True)
+    kv = torch.stack([k, v], dim=3)
+    views = [Array(kv[:, :, :, 0]), Array(kv[:, :, :, 1])]
+    buffers = torch.empty_like(out), torch.empty_like(lse)
+    anything: Any = hopwell.forward  # its types name tensors
+    found = anything(q, *views, causal=True, out=buffers[0], lse=buffers[1])
+    assert found[0] is buffers[0] and found[1] is buffers[1]
+    assert torch.equal(found[0], out) and torch.equal(found[1], lse)
+    anything = hopwell.attention
+    assert torch.equal(anything(*map(Array, (q, k, v)), causal=True), out)
+
+
+def test_numpy_arrays(emulation: Emulation) -> None:
+    tensors = inputs(SMALL)
+    arrays: list[Any] = [tensor.numpy() for tensor in tensors]
+    expected = hopwell.forward(*tensors)
+    assert all(map(torch.equal, hopwell.forward(*arrays), expected))
+    assert hopwell.supported(*arrays) == hopwell.supported(*tensors)
+
+
+def test_a_tensor_beside_arrays_gets_its_gradient(emulation: Emulation) -> None:
+    q, k, v = inputs(SMALL)
+    gradients = []
+    arrays: Any = (k.numpy(), v.numpy())
+    for others in ((k, v), arrays):
+        leaf = q.clone().requires_grad_()
+        hopwell.attention(leaf, *others, deterministic=True).sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+    with pytest.raises(NotImplementedError, match=r"^q require\(s\) grad, which this function"):
+        hopwell.forward(q.requires_grad_(), *arrays)
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (
+            np.array(["a"]),
+            "DLPack only supports signed/unsigned integers, float and complex dtypes.",
+        ),
+        (np.ones((1, 150, 1, 64), np.float16)[:, ::-1], "it has a negative stride"),
+    ],
+)
+def test_arrays_that_torch_cannot_take(array: Any, reason: str, emulation: Emulation) -> None:
+    q, _, v = inputs(SMALL)
+    with pytest.raises(TypeError) as raised:
+        hopwell.forward(q, array, v)
+    assert str(raised.value) == (
+        f"k is a ndarray that torch cannot take by DLPack: {reason}; "
+        "needs an array of fp16 or bf16 that it can; copy it into a torch.Tensor"
+    )
+    assert hopwell.supported(q, array, v).reasons == (str(raised.value),)
 
 
 def test_an_expanded_batch_is_not_copied(emulation: Emulation) -> None:

@@ -40,6 +40,15 @@ def test_import_loads_neither_torch_nor_the_compiler() -> None:
     assert python(code) == "[]\n"
 
 
+def test_adapters_load_no_other_library_before_they_are_asked_to() -> None:
+    code = """
+import sys, hopwell.compat, hopwell.transformers
+hopwell.compat.flash_attn_func, hopwell.transformers.register
+print([name for name in ("transformers", "flash_attn", "cutlass") if name in sys.modules])
+"""
+    assert python(code) == "[]\n"
+
+
 def test_a_source_tree_runs_without_being_installed() -> None:
     code = """
 import sys
