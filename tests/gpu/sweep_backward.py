@@ -123,9 +123,9 @@ def peers(there: list[Configuration], device: str, length: int) -> bool:
     worst = {(dtype, name): (0.0, "") for dtype in LIMITS for name in NAMES}
     alone, ok = 0, True
     for i, one in enumerate(there):
-        case = Case(1, length, length, 4, 2, one.head_dim, one.dtype, one.causal, one.head_dim_v)
+        case = Case(4, length, length, 4, 2, one.head_dim, one.dtype, one.causal, one.head_dim_v)
         inputs = case.inputs(device)
-        shape = (1, length, 4, one.head_dim_v)
+        shape = (4, length, 4, one.head_dim_v)
         dout = torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(device, one.dtype)
         right = gradients(dout, *inputs, causal=one.causal)
         attend, theirs = partial(hopwell.attention, causal=one.causal), list[dict[str, float]]()
