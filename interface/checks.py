@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..kernels.tiles import FORWARD, HEAD_DIMS
 from .arch import ARCH_OF_CAPABILITY
@@ -67,6 +68,7 @@ def forward(
     lse: Any,
     emulated: str | None,
     wanted: str | None,
+    traced: bool = False,
 ) -> Iterator[Problem]:
     """What is wrong with a forward call; later checks rest on earlier ones, which end the list.
 
@@ -74,6 +76,7 @@ def forward(
         q, k, v, scale, causal, layout, out, lse: as given by the user.
         emulated: SM version of the active `emulate`, or None.
         wanted: SM version that HOPWELL_ARCH names, or None.
+        traced: the tensors stand for others, which may be elsewhere when the call is run.
     """
     tensors = {"q": q, "k": k, "v": v}
     buffers = {name: t for name, t in (("out", out), ("lse", lse)) if t is not None}
@@ -82,7 +85,8 @@ def forward(
     if basic:
         return
     yield from _dtypes(tensors)
-    yield from _devices({**tensors, **buffers}, emulated, wanted)
+    if not traced:
+        yield from _devices({**tensors, **buffers}, emulated, wanted)
     if layout == "bhsd":
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = out if out is None or out.ndim != 4 else out.transpose(1, 2)
@@ -117,6 +121,7 @@ def backward(
     dv: Any,
     emulated: str | None,
     wanted: str | None,
+    traced: bool = False,
 ) -> Iterator[Problem]:
     """What is wrong with a backward call, as `forward` does it for one."""
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
@@ -127,7 +132,8 @@ def backward(
     if basic:
         return
     yield from _dtypes(inputs)
-    yield from _devices({**inputs, **others}, emulated, wanted)
+    if not traced:
+        yield from _devices({**inputs, **others}, emulated, wanted)
     if layout == "bhsd":
         q, k, v, dout, out = (t.transpose(1, 2) for t in (q, k, v, dout, out))
         dq, dk, dv = (t if t is None or t.ndim != 4 else t.transpose(1, 2) for t in (dq, dk, dv))
@@ -337,7 +343,9 @@ def memory(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
 
 
 def _base(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
-    """Whether a tensor starts where the TMA unit can read."""
+    """Whether a tensor starts where the TMA unit can read; one that is traced starts nowhere."""
+    if isinstance(tensor, FakeTensor):
+        return
     if tensor.data_ptr() % ALIGN_BYTES:
         yield Problem(
             ValueError,

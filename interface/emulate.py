@@ -51,9 +51,8 @@ class Emulation:
         self.session.call(compiled, *args, outputs=outputs)
 
 
-def active() -> Emulation | None:
-    """The innermost `emulate` of this thread, or None."""
-    return _active.get()
+# The innermost `emulate` of this thread, or None; in each call, so without a function of our own.
+active: Callable[[], Emulation | None] = _active.get
 
 
 @contextlib.contextmanager

@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.compiler import is_dynamo_compiling
 
 from ..kernels import BackwardFacts, ForwardFacts, backward_function, forward_function
 from ..kernels.tiles import SHORT_LEN_Q, forward_tiles
@@ -28,6 +31,10 @@ from .plans import Plans
 
 Layout = Literal["bshd", "bhsd"]
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+# Tensors without memory, which stand for others where torch traces a call without Dynamo. What is
+# traced goes to `ops`; the question is asked in each call and has to cost little.
+TRACED = FakeTensor, FunctionalTensor
+CAST = (*checks.DTYPES, torch.float32)  # what `autocast` casts
 HeadDims = Sequence[int | tuple[int, int]]  # of q, k and v alike; or of q and k, and of v
 # Those that most models have: what is compiled ahead of time unless others are named.
 COMMON_HEAD_DIMS: HeadDims = (64, 96, 128, 192, 256, (192, 128))
@@ -86,7 +93,7 @@ def forward(
     """`attention` without autograd: always returns (out, lse), and writes to given buffers.
 
     Args:
-        q, k, v, scale, causal, layout: as for `attention`.
+        q, k, v, scale, causal, layout: as for `attention`, under torch.autocast too.
         out: buffer of q's dtype, and shape but for v's head_dim; must not overlap q, k or v.
         lse: contiguous fp32 buffer, (batch, heads, len_q) in either layout.
 
@@ -101,6 +108,11 @@ def forward(
         RuntimeError: the current stream captures a CUDA graph, and the kernel is not loaded yet.
         emulator.KernelFault: inside `emulate`, when the checker found a fault in the kernel.
     """
+    if is_dynamo_compiling() or q.__class__ in TRACED:
+        from . import ops  # which itself imports this module
+
+        options = {"scale": scale, "causal": causal, "layout": layout}
+        return ops.forward(q, k, v, out=out, lse=lse, **options)
     emulation = active()
     try:
         dtype, device = q.dtype, q.device
@@ -125,6 +137,8 @@ def forward(
         plan = signature = dtype = device = None
         records = False
     if plan is None:
+        if cast := autocast(q, k, v):
+            return forward(*cast, scale=scale, causal=causal, layout=layout, out=out, lse=lse)
         plan = _make_plan(q, k, v, scale=scale, causal=causal, layout=layout, out=out, lse=lse)
         if plan.call is not None:
             _plans.keep(signature, plan)
@@ -310,6 +324,26 @@ def _counter(device: torch.device) -> torch.Tensor:
     if counter is None:
         counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
     return counter
+
+
+def autocast(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """q, k and v in the dtype of the active torch.autocast; None if they stay what they are.
+
+    As for torch's own attention, float64 is left alone. What the kernels take as it is, too: there
+    a call would have to ask first.
+    """
+    tensors = q, k, v
+    if not all(isinstance(t, torch.Tensor) for t in tensors):
+        return None
+    if q.dtype == k.dtype == v.dtype and q.dtype in checks.DTYPES:
+        return None
+    kind = q.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    if dtype not in checks.DTYPES or not all(t.dtype in CAST for t in tensors):
+        return None
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def described(tensor: torch.Tensor) -> tuple[Any, ...]:
