@@ -119,13 +119,13 @@ def attention(
     if not (records and torch.is_grad_enabled()):
         out, lse = forward(q, k, v, scale=scale, causal=causal, layout=layout)
     else:
-        q, k, v = autocast(q, k, v) or (q, k, v)
         if is_dynamo_compiling() or q.__class__ in TRACED:
             from . import ops  # which itself imports this module
 
             options = {"scale": scale, "causal": causal, "layout": layout}
             out, lse = ops.attention(q, k, v, deterministic=deterministic, **options)
         else:
+            q, k, v = autocast(q, k, v) or (q, k, v)
             out, lse = _Attention.apply(q, k, v, scale, causal, layout, deterministic)
     return (out, lse) if return_lse else out
 
@@ -247,9 +247,8 @@ def backward(
         from . import ops  # which itself imports this module
 
         options = {"scale": scale, "causal": causal, "layout": layout}
-        tensors = dout, q, k, v, out, lse, dlse
-        buffers = {"dq": dq, "dk": dk, "dv": dv}
-        return ops.backward(*tensors, deterministic=deterministic, **buffers, **options)
+        options |= {"deterministic": deterministic, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+        return ops.backward(dout, q, k, v, out, lse, **options)
     emulation = active()
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled() or env.deterministic()

@@ -166,6 +166,21 @@ def backward(
             yield from _buffer(name, buffer, tuple(like.shape), q.dtype, layout)
 
 
+def traced(
+    tensors: Mapping[str, Any], *, scale: Any, causal: Any, layout: Any
+) -> Iterator[Problem]:
+    """What torch's dispatcher would say in its own words, or take for something else.
+
+    Args:
+        tensors: by name; None stands for a buffer that was not given.
+        scale, causal, layout: as given by the user.
+    """
+    yield from _kinds({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    yield from _layout(layout)
+    yield from _scale(scale)
+    yield from _causal(causal)
+
+
 def _kinds(tensors: Mapping[str, Any]) -> Iterator[Problem]:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):

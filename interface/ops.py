@@ -7,6 +7,7 @@ without: the dispatcher's way to a Python function takes half as long as a launc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,16 +24,20 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 # ---- in place of the functions, where they are traced --------------------------------------------
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Result:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, deterministic: Any, **options: Any) -> Result:
     """Out and lse, and torch will find the gradients."""
-    return torch.ops.hopwell.forward(q, k, v, **options)
+    checks.raise_first(checks.traced({"q": q, "k": k, "v": v}, **options))
+    q, k, v = autocast(q, k, v) or (q, k, v)
+    return torch.ops.hopwell.forward(q, k, v, deterministic=deterministic, **options)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None, lse: Tensor | None, **options: Any
 ) -> Result:
     """As `functions.forward`; where one buffer is given the other is made."""
-    checks.gradients({"q": q, "k": k, "v": v})
+    tensors = {"q": q, "k": k, "v": v}
+    checks.raise_first(checks.traced({**tensors, "out": out, "lse": lse}, **options))
+    checks.gradients(tensors)
     q, k, v = autocast(q, k, v) or (q, k, v)
     if out is None and lse is None:
         return torch.ops.hopwell.forward(q, k, v, deterministic=None, **options)
@@ -44,49 +49,70 @@ def forward(
 
 
 def backward(
-    *tensors: Tensor | None,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dlse: Tensor | None,
     dq: Tensor | None,
     dk: Tensor | None,
     dv: Tensor | None,
+    deterministic: Any,
     **options: Any,
 ) -> Gradients:
     """As `autograd.backward`; where one buffer is given the others are made."""
-    _, q, k, v, *_ = tensors
-    names = "dout", "q", "k", "v", "out", "lse", "dlse"
-    checks.gradients({name: t for name, t in zip(names, tensors) if t is not None})
+    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    checks.raise_first(checks.traced({**tensors, "dq": dq, "dk": dk, "dv": dv}, **options))
+    checks.raise_first(checks.deterministic_or_not(deterministic))
+    checks.gradients({name: t for name, t in tensors.items() if t is not None})
+    options["deterministic"] = deterministic
     if dq is None and dk is None and dv is None:
-        return torch.ops.hopwell.backward(*tensors, **options)
-    dq, dk, dv = (
-        _like(tensor) if buffer is None else buffer
-        for tensor, buffer in ((q, dq), (k, dk), (v, dv))
-    )
-    torch.ops.hopwell.backward_into(*tensors, dq=dq, dk=dk, dv=dv, **options)
+        return torch.ops.hopwell.backward(*tensors.values(), **options)
+    dq = _like(q) if dq is None else dq
+    dk = _like(k) if dk is None else dk
+    dv = _like(v) if dv is None else dv
+    torch.ops.hopwell.backward_into(*tensors.values(), dq=dq, dk=dk, dv=dv, **options)
     return dq, dk, dv
 
 
 # ---- run -----------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function out of Dynamo's sight, which beside a break in a graph would compile it too.
+
+    Not before one runs: it imports Dynamo, which takes seconds.
+    """
+    return torch.compiler.disable(function)
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, *, deterministic: Any, **options: Any) -> Result:
-    return functions.forward(q, k, v, **options)  # the other one is for the gradients
+    # How gradients are to be summed up is for `_differentiate`.
+    return _as_it_is(functions.forward)(q, k, v, **options)
 
 
 def _forward_into(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    functions.forward(q, k, v, **options)
+    _as_it_is(functions.forward)(q, k, v, **options)
 
 
 def _backward(*tensors: Any, **options: Any) -> Gradients:
-    return autograd.gradients(options, *tensors)
+    return _as_it_is(autograd.gradients)(options, *tensors)
 
 
 def _backward_into(*tensors: Any, **options: Any) -> None:
-    autograd.gradients(options, *tensors)
+    _as_it_is(autograd.gradients)(options, *tensors)
 
 
 # ---- traced --------------------------------------------------------------------------------------
 
 
-def _traced_forward(q: Tensor, k: Tensor, v: Tensor, *, deterministic: Any, **options: Any) -> Result:
+def _traced_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, deterministic: Any, **options: Any
+) -> Result:
     checks.raise_first(checks.deterministic_or_not(deterministic))
     _traced_forward_into(q, k, v, out=None, lse=None, **options)
     return _results(q, v, options["layout"])
