@@ -24,6 +24,14 @@ LAYOUTS = {
 DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_SCALE = torch.finfo(torch.float32).max
 ALIGN_BYTES = 16  # what the TMA unit asks of a base address and of strides
+# Arguments of torch's flash attention when they ask for nothing, where that is not None alone.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "dropout_p": (0.0,),
+    "return_debug_mask": (False,),
+    "window_size_left": (None, -1),
+    "window_size_right": (None, -1),
+    "num_splits": (None, 0, 1),
+}
 HEAD_DIM_NEEDED = f"a multiple of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
 
 
@@ -460,6 +468,23 @@ def _buffer(
         )
     elif name != "lse":
         yield from memory(name, tensor)
+
+
+def flash(arguments: Mapping[str, Any]) -> None:
+    """Refuse what torch's flash attention may be asked for and Hopwell has no equal of.
+
+    Raises:
+        NotImplementedError: an argument is not what it is when it asks for nothing.
+    """
+    for name, got in arguments.items():
+        neutral = NEUTRAL.get(name, (None,))
+        if isinstance(got, torch.Tensor) or got not in neutral:
+            said = "a tensor" if isinstance(got, torch.Tensor) else got
+            raise NotImplementedError(
+                f"torch's flash attention is Hopwell, and {name} is {said}; needs {neutral[0]}; "
+                "choose another backend with torch.nn.attention.sdpa_kernel, or call "
+                "torch.nn.attention.restore_flash_attention_impl()"
+            )
 
 
 def gradients(tensors: Mapping[str, torch.Tensor]) -> None:

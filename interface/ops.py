@@ -223,3 +223,4 @@ torch.library.register_autograd(
     "hopwell::forward", _differentiate, setup_context=_keep, lib=_library
 )
 torch.library.register_autograd("hopwell::backward", _differentiate_again, lib=_library)
+operators = torch.ops.hopwell
