@@ -118,15 +118,14 @@ def attention(
         records = False
     if not (records and torch.is_grad_enabled()):
         out, lse = forward(q, k, v, scale=scale, causal=causal, layout=layout)
-    else:
-        if is_dynamo_compiling() or q.__class__ in TRACED:
-            from . import ops  # which itself imports this module
+    elif is_dynamo_compiling() or q.__class__ in TRACED:
+        from . import ops  # which itself imports this module
 
-            options = {"scale": scale, "causal": causal, "layout": layout}
-            out, lse = ops.attention(q, k, v, deterministic=deterministic, **options)
-        else:
-            q, k, v = autocast(q, k, v) or (q, k, v)
-            out, lse = _Attention.apply(q, k, v, scale, causal, layout, deterministic)
+        options = {"scale": scale, "causal": causal, "layout": layout}
+        out, lse = ops.attention(q, k, v, deterministic=deterministic, **options)
+    else:
+        q, k, v = autocast(q, k, v) or (q, k, v)
+        out, lse = _Attention.apply(q, k, v, scale, causal, layout, deterministic)
     return (out, lse) if return_lse else out
 
 

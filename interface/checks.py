@@ -174,7 +174,7 @@ def backward(
             yield from _buffer(name, buffer, tuple(like.shape), q.dtype, layout)
 
 
-def traced(
+def dispatched(
     tensors: Mapping[str, Any], *, scale: Any, causal: Any, layout: Any
 ) -> Iterator[Problem]:
     """What torch's dispatcher would say in its own words, or take for something else.

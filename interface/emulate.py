@@ -51,7 +51,7 @@ class Emulation:
         self.session.call(compiled, *args, outputs=outputs)
 
 
-# The innermost `emulate` of this thread, or None; in each call, so without a function of our own.
+# The innermost `emulate` of this thread, or None. Each call asks, so no function is put around it.
 active: Callable[[], Emulation | None] = _active.get
 
 

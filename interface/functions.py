@@ -32,7 +32,7 @@ from .plans import Plans
 Layout = Literal["bshd", "bhsd"]
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # Tensors without memory, which stand for others where torch traces a call without Dynamo. What is
-# traced goes to `ops`; the question is asked in each call and has to cost little.
+# traced goes to `ops`. Each call asks, so the question costs no more than a look at a class.
 TRACED = FakeTensor, FunctionalTensor
 CAST = (*checks.DTYPES, torch.float32)  # what `autocast` casts
 HeadDims = Sequence[int | tuple[int, int]]  # of q, k and v alike; or of q and k, and of v

@@ -7,7 +7,6 @@ without: the dispatcher's way to a Python function takes half as long as a launc
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, deterministic: Any, **options: Any) -> Result:
     """Out and lse, and torch will find the gradients."""
-    checks.raise_first(checks.traced({"q": q, "k": k, "v": v}, **options))
+    checks.raise_first(checks.dispatched({"q": q, "k": k, "v": v}, **options))
     q, k, v = autocast(q, k, v) or (q, k, v)
     return torch.ops.hopwell.forward(q, k, v, deterministic=deterministic, **options)
 
@@ -36,7 +35,7 @@ def forward(
 ) -> Result:
     """As `functions.forward`; where one buffer is given the other is made."""
     tensors = {"q": q, "k": k, "v": v}
-    checks.raise_first(checks.traced({**tensors, "out": out, "lse": lse}, **options))
+    checks.raise_first(checks.dispatched({**tensors, "out": out, "lse": lse}, **options))
     checks.gradients(tensors)
     q, k, v = autocast(q, k, v) or (q, k, v)
     if out is None and lse is None:
@@ -65,7 +64,7 @@ def backward(
 ) -> Gradients:
     """As `autograd.backward`; where one buffer is given the others are made."""
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-    checks.raise_first(checks.traced({**tensors, "dq": dq, "dk": dk, "dv": dv}, **options))
+    checks.raise_first(checks.dispatched({**tensors, "dq": dq, "dk": dk, "dv": dv}, **options))
     checks.raise_first(checks.deterministic_or_not(deterministic))
     checks.gradients({name: t for name, t in tensors.items() if t is not None})
     options["deterministic"] = deterministic
@@ -81,13 +80,17 @@ def backward(
 # ---- run -----------------------------------------------------------------------------------------
 
 
-@functools.cache
+_hidden: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function out of Dynamo's sight, which beside a break in a graph would compile it too.
 
     Not before one runs: it imports Dynamo, which takes seconds.
     """
-    return torch.compiler.disable(function)
+    if function not in _hidden:
+        _hidden[function] = torch.compiler.disable(function)
+    return _hidden[function]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *, deterministic: Any, **options: Any) -> Result:
@@ -213,7 +216,7 @@ _library = torch.library.Library("hopwell", "DEF")
 for _name, _arguments, _results_of, _run, _trace in _OPERATORS:
     _library.define(
         f"{_name}({_arguments}) -> {_results_of}",
-        # The kernels have been checked against strides as they were when traced.
+        # The strides that were checked while traced are those to run with.
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
     )
     for _device in ("CPU", "CUDA"):
@@ -223,4 +226,4 @@ torch.library.register_autograd(
     "hopwell::forward", _differentiate, setup_context=_keep, lib=_library
 )
 torch.library.register_autograd("hopwell::backward", _differentiate_again, lib=_library)
-operators = torch.ops.hopwell
+operators = torch.ops.hopwell  # with their overloads: `operators.forward.default`

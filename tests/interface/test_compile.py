@@ -2,7 +2,10 @@
 
 import contextvars
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +46,10 @@ def differentiated(run: Callable[..., Any], *tensors: Tensor) -> list[Tensor]:
     given = leaves(*tensors)
     results = run(*given)
     results = results if isinstance(results, tuple) else (results,)
-    weights = [torch.linspace(-1, 1, r.numel(), dtype=r.dtype).view(r.shape) for r in results]
+    weights = [
+        torch.linspace(-1, 1, r.numel(), dtype=r.dtype, device=r.device).view(r.shape)
+        for r in results
+    ]
     return [*results, *torch.autograd.grad(results, given, weights)]
 
 
@@ -217,6 +223,31 @@ def test_tensors_without_memory() -> None:
 
 
 # ---- torch.export --------------------------------------------------------------------------------
+
+
+def test_operators_come_with_the_first_call_that_is_traced_or_with_a_module(tmp_path: Path) -> None:
+    """In processes of their own: one traces and saves, without emulator; another loads and runs."""
+    trace = """
+import torch, hopwell
+class Module(torch.nn.Module):
+    def forward(self, q):
+        return hopwell.attention(q, q, q)
+q = torch.zeros(1, 5, 2, 64).half().requires_grad_()
+torch.export.save(torch.export.export(Module(), (q,)), "program.pt2")
+with hopwell.emulate("sm_90a"):
+    torch.compile(Module(), fullgraph=True, backend="aot_eager")(q).sum().backward()
+print(q.grad.shape)
+"""
+    run = """
+import torch, hopwell.torch
+with hopwell.emulate("sm_90a"):
+    print(torch.export.load("program.pt2").module()(torch.zeros(1, 5, 2, 64).half()).shape)
+"""
+    for code in (trace, run):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.stdout == "torch.Size([1, 5, 2, 64])\n", done.stderr
 
 
 class Module(torch.nn.Module):
