@@ -14,14 +14,15 @@ from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 
 import hopwell
-from hopwell.interface import ops
+from hopwell.interface import autograd, ops
 from hopwell.interface.emulate import Emulation
 
 from .test_backward import alike, inputs, leaves
 
 Tensor = torch.Tensor
-FIXED: dict[str, Any] = {"causal": True, "deterministic": True}
-OPTIONS = {"scale": None, "causal": True, "layout": "bshd"}
+ONCE: dict[str, Any] = {"deterministic": True}
+FIXED: dict[str, Any] = {"causal": True, **ONCE}
+OPTIONS: dict[str, Any] = {"scale": None, "causal": True, "layout": "bshd"}
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +127,24 @@ def test_another_length_does_not_compile_again() -> None:
             assert same(differentiated(run, *tensors), expected)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_gradient_that_is_missing_is_not_made(
+    which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither zeros in place of that of out, nor the kernel that takes one of lse."""
+    given: list[tuple[Any, ...]] = []
+    compute = autograd.gradients
+
+    def noted(options: Any, *tensors: Any) -> Any:
+        given.append(tensors)
+        return compute(options, *tensors)
+
+    monkeypatch.setattr(autograd, "gradients", noted)
+    differentiated(compiled(lambda *t: ops.attention(*t, **OPTIONS, **ONCE)[which]), *small())
+    ((dout, *_, dlse),) = given
+    assert (dout is None, dlse is None) == (which == 1, which == 0)
+
+
 def test_nothing_is_recorded_where_nothing_requires_grad() -> None:
     run = compiled(lambda *t: hopwell.attention(*t, return_lse=True))
     tensors = small()
@@ -184,9 +203,7 @@ def test_the_eager_path_has_no_operator(monkeypatch: pytest.MonkeyPatch) -> None
 def test_opcheck_of_forward(layout: str) -> None:
     options = {**OPTIONS, "layout": layout}
     for tensors in (small(layout), leaves(*small(layout))):
-        torch.library.opcheck(
-            torch.ops.hopwell.forward, tuple(tensors), {**options, "deterministic": True}
-        )
+        torch.library.opcheck(torch.ops.hopwell.forward, tuple(tensors), {**options, **ONCE})
     q, k, v = small(layout)
     out, lse = hopwell.forward(q, k, v, layout="bhsd" if layout == "bhsd" else "bshd")
     torch.library.opcheck(
@@ -199,7 +216,7 @@ def test_opcheck_of_backward(dout: bool) -> None:
     q, k, v = small()
     out, lse = hopwell.forward(q, k, v, causal=True)
     tensors = (out if dout else None, q, k, v, out, lse, None if dout else lse)
-    options = {**OPTIONS, "deterministic": True}
+    options = {**OPTIONS, **ONCE}
     torch.library.opcheck(torch.ops.hopwell.backward, tensors, options)
     buffers = {name: torch.empty_like(t) for name, t in (("dq", q), ("dk", k), ("dv", v))}
     torch.library.opcheck(torch.ops.hopwell.backward_into, tensors, {**options, **buffers})
@@ -207,7 +224,7 @@ def test_opcheck_of_backward(dout: bool) -> None:
 
 def test_an_operator_is_differentiated_once() -> None:
     q, k, v = leaves(*small())
-    out, _ = ops.attention(q, k, v, **OPTIONS, deterministic=True)
+    out, _ = ops.attention(q, k, v, **OPTIONS, **ONCE)
     (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"^a gradient of hopwell.attention is to be"):
         dq.sum().backward()
