@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ..kernels import BackwardFacts, backward_workspace
 from . import checks, env
@@ -19,8 +20,10 @@ from . import compile as compiling
 from .emulate import active
 from .functions import (
     DTYPE_NAMES,
+    TRACED,
     Layout,
     arch_for,
+    autocast,
     backward_spec,
     contiguous,
     described,
@@ -96,6 +99,10 @@ def attention(
         return_lse: also return the log-sum-exp of each row; it is differentiable too.
         layout: "bshd" as above, or "bhsd" with len and heads exchanged.
 
+    Under torch.autocast q, k and v are cast to its dtype, unless they are all fp16 or all bf16.
+    torch.compile and torch.export see one operator, `torch.ops.hopwell.forward`; compiled, errors
+    that shapes, strides or dtypes cause come while it is traced, in torch's own words around ours.
+
     Returns:
         out, of q's shape but for v's head_dim, of its dtype, contiguous; with return_lse
         (out, lse) as from `forward`. Between the passes q, k, v, out and lse are kept. A gradient
@@ -112,10 +119,16 @@ def attention(
     except AttributeError:  # arrays of another library; or neither, as `forward` will say
         q, k, v = imported(q, k, v) or (q, k, v)
         records = any(getattr(t, "requires_grad", False) for t in (q, k, v))
-    if records and torch.is_grad_enabled():
-        out, lse = _Attention.apply(q, k, v, scale, causal, layout, deterministic)
-    else:
+    if not (records and torch.is_grad_enabled()):
         out, lse = forward(q, k, v, scale=scale, causal=causal, layout=layout)
+    elif is_dynamo_compiling() or q.__class__ in TRACED:
+        from . import ops  # which itself imports this module
+
+        options = {"scale": scale, "causal": causal, "layout": layout}
+        out, lse = ops.attention(q, k, v, deterministic=deterministic, **options)
+    else:
+        q, k, v = autocast(q, k, v) or (q, k, v)
+        out, lse = _Attention.apply(q, k, v, scale, causal, layout, deterministic)
     return (out, lse) if return_lse else out
 
 
@@ -151,10 +164,10 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None, None, None, *others)
         # With create_graph=True gradients are recorded here, and a loss may contain them.
-        compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
+        compute = _Gradients.apply if torch.is_grad_enabled() else gradients
         q, k, v, out, lse = ctx.saved_tensors
-        gradients = compute(ctx.options, dout, q, k, v, out, lse, dlse)
-        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+        computed = compute(ctx.options, dout, q, k, v, out, lse, dlse)
+        wanted = zip(computed, ctx.needs_input_grad, strict=False)
         return (*(gradient if needed else None for gradient, needed in wanted), *others)
 
 
@@ -167,14 +180,14 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, options: dict[str, Any], *tensors: Any) -> tuple[torch.Tensor, ...]:
-        return _gradients(options, *tensors)
+        return gradients(options, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> Any:
         checks.no_second_order()
 
 
-def _gradients(
+def gradients(
     options: dict[str, Any],
     dout: torch.Tensor | None,
     q: torch.Tensor,
@@ -183,7 +196,8 @@ def _gradients(
     out: torch.Tensor,
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`backward` of what torch hands on: either gradient may be missing, or lie as it likes."""
     dout = torch.zeros_like(out) if dout is None else _readable(dout)
     dlse = None if dlse is None else dlse.resolve_neg()
     return backward(dout, q, k, v, out, lse, dlse=dlse, **options)
@@ -231,6 +245,12 @@ def backward(
         TypeError, ValueError, NotImplementedError, RuntimeError, emulator.KernelFault: as
             `forward`.
     """
+    if is_dynamo_compiling() or q.__class__ in TRACED:
+        from . import ops  # which itself imports this module
+
+        options = {"scale": scale, "causal": causal, "layout": layout}
+        options |= {"deterministic": deterministic, "dlse": dlse, "dq": dq, "dk": dk, "dv": dv}
+        return ops.backward(dout, q, k, v, out, lse, **options)
     emulation = active()
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled() or env.deterministic()

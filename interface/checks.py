@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..kernels.tiles import FORWARD, HEAD_DIMS
 from .arch import ARCH_OF_CAPABILITY
@@ -25,6 +26,14 @@ LAYOUTS = {
 DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_SCALE = torch.finfo(torch.float32).max
 ALIGN_BYTES = 16  # what the TMA unit asks of a base address and of strides
+# Arguments of torch's flash attention when they ask for nothing, where that is not None alone.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "dropout_p": (0.0,),
+    "return_debug_mask": (False,),
+    "window_size_left": (None, -1),
+    "window_size_right": (None, -1),
+    "num_splits": (None, 0, 1),
+}
 HEAD_DIM_NEEDED = f"a multiple of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
 
 
@@ -69,6 +78,7 @@ def forward(
     lse: Any,
     emulated: str | None,
     wanted: str | None,
+    traced: bool = False,
 ) -> Iterator[Problem]:
     """What is wrong with a forward call; later checks rest on earlier ones, which end the list.
 
@@ -76,6 +86,7 @@ def forward(
         q, k, v, scale, causal, layout, out, lse: as given by the user.
         emulated: SM version of the active `emulate`, or None.
         wanted: SM version that HOPWELL_ARCH names, or None.
+        traced: the tensors stand for others, which may be elsewhere when the call is run.
     """
     tensors = {"q": q, "k": k, "v": v}
     buffers = {name: t for name, t in (("out", out), ("lse", lse)) if t is not None}
@@ -84,7 +95,8 @@ def forward(
     if basic:
         return
     yield from _dtypes(tensors)
-    yield from _devices({**tensors, **buffers}, emulated, wanted)
+    if not traced:
+        yield from _devices({**tensors, **buffers}, emulated, wanted)
     if layout == "bhsd":
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out = out if out is None or out.ndim != 4 else out.transpose(1, 2)
@@ -119,6 +131,7 @@ def backward(
     dv: Any,
     emulated: str | None,
     wanted: str | None,
+    traced: bool = False,
 ) -> Iterator[Problem]:
     """What is wrong with a backward call, as `forward` does it for one."""
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
@@ -129,7 +142,8 @@ def backward(
     if basic:
         return
     yield from _dtypes(inputs)
-    yield from _devices({**inputs, **others}, emulated, wanted)
+    if not traced:
+        yield from _devices({**inputs, **others}, emulated, wanted)
     if layout == "bhsd":
         q, k, v, dout, out = (t.transpose(1, 2) for t in (q, k, v, dout, out))
         dq, dk, dv = (t if t is None or t.ndim != 4 else t.transpose(1, 2) for t in (dq, dk, dv))
@@ -160,6 +174,21 @@ def backward(
     for name, buffer, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if buffer is not None:
             yield from _buffer(name, buffer, tuple(like.shape), q.dtype, layout)
+
+
+def dispatched(
+    tensors: Mapping[str, Any], *, scale: Any, causal: Any, layout: Any
+) -> Iterator[Problem]:
+    """What torch's dispatcher would say in its own words, or take for something else.
+
+    Args:
+        tensors: by name; None stands for a buffer that was not given.
+        scale, causal, layout: as given by the user.
+    """
+    yield from _kinds({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    yield from _layout(layout)
+    yield from _scale(scale)
+    yield from _causal(causal)
 
 
 def _kinds(tensors: Mapping[str, Any]) -> Iterator[Problem]:
@@ -358,7 +387,9 @@ def memory(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
 
 
 def _base(name: str, tensor: torch.Tensor) -> Iterator[Problem]:
-    """Whether a tensor starts where the TMA unit can read."""
+    """Whether a tensor starts where the TMA unit can read; one that is traced starts nowhere."""
+    if isinstance(tensor, FakeTensor):
+        return
     if tensor.data_ptr() % ALIGN_BYTES:
         yield Problem(
             ValueError,
@@ -458,6 +489,23 @@ def _buffer(
         )
     elif name != "lse":
         yield from memory(name, tensor)
+
+
+def flash(arguments: Mapping[str, Any]) -> None:
+    """Refuse what torch's flash attention may be asked for and Hopwell has no equal of.
+
+    Raises:
+        NotImplementedError: an argument is not what it is when it asks for nothing.
+    """
+    for name, got in arguments.items():
+        neutral = NEUTRAL.get(name, (None,))
+        if isinstance(got, torch.Tensor) or got not in neutral:
+            said = "a tensor" if isinstance(got, torch.Tensor) else got
+            raise NotImplementedError(
+                f"torch's flash attention is Hopwell, and {name} is {said}; needs {neutral[0]}; "
+                "choose another backend with torch.nn.attention.sdpa_kernel, or call "
+                "torch.nn.attention.restore_flash_attention_impl()"
+            )
 
 
 def gradients(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -51,9 +51,8 @@ class Emulation:
         self.session.call(compiled, *args, outputs=outputs)
 
 
-def active() -> Emulation | None:
-    """The innermost `emulate` of this thread, or None."""
-    return _active.get()
+# The innermost `emulate` of this thread, or None. Each call asks, so no function is put around it.
+active: Callable[[], Emulation | None] = _active.get
 
 
 @contextlib.contextmanager

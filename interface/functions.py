@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.compiler import is_dynamo_compiling
 
 from ..kernels import BackwardFacts, ForwardFacts, backward_function, forward_function
 from ..kernels.tiles import SHORT_LEN_Q, forward_tiles
@@ -28,6 +31,10 @@ from .plans import Plans
 
 Layout = Literal["bshd", "bhsd"]
 DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+# Tensors without memory, which stand for others where torch traces a call without Dynamo. What is
+# traced goes to `ops`. Each call asks, so the question costs no more than a look at a class.
+TRACED = FakeTensor, FunctionalTensor
+CAST = (*checks.DTYPES, torch.float32)  # what `autocast` casts
 HeadDims = Sequence[int | tuple[int, int]]  # of q, k and v alike; or of q and k, and of v
 # Those that most models have: what is compiled ahead of time unless others are named.
 COMMON_HEAD_DIMS: HeadDims = (64, 96, 128, 192, 256, (192, 128))
@@ -86,9 +93,9 @@ def forward(
     """`attention` without autograd: always returns (out, lse), and writes to given buffers.
 
     Args:
-        q, k, v, scale, causal, layout: as for `attention`. q, k and v may be arrays of another
-            library that have `__dlpack__`, as CuPy's and JAX's; their memory is used as it is, so
-            on a GPU keep them until it is done.
+        q, k, v, scale, causal, layout: as for `attention`, under torch.autocast too. q, k and v may
+            be arrays of another library that have `__dlpack__`, as CuPy's and JAX's; their memory
+            is used as it is, so on a GPU keep them until it is done.
         out: buffer of q's dtype, and shape but for v's head_dim; must not overlap q, k or v.
         lse: contiguous fp32 buffer, (batch, heads, len_q) in either layout.
 
@@ -103,6 +110,11 @@ def forward(
         RuntimeError: the current stream captures a CUDA graph, and the kernel is not loaded yet.
         emulator.KernelFault: inside `emulate`, when the checker found a fault in the kernel.
     """
+    if is_dynamo_compiling() or q.__class__ in TRACED:
+        from . import ops  # which itself imports this module
+
+        options = {"scale": scale, "causal": causal, "layout": layout}
+        return ops.forward(q, k, v, out=out, lse=lse, **options)
     emulation = active()
     try:
         dtype, device = q.dtype, q.device
@@ -131,6 +143,8 @@ def forward(
         plan = signature = dtype = device = None
         records = False
     if plan is None:
+        if cast := autocast(q, k, v):
+            return forward(*cast, scale=scale, causal=causal, layout=layout, out=out, lse=lse)
         plan = _make_plan(q, k, v, scale=scale, causal=causal, layout=layout, out=out, lse=lse)
         if plan.call is not None:
             _plans.keep(signature, plan)
@@ -326,6 +340,26 @@ def imported(*things: Any) -> tuple[Any, ...] | None:
     """q, k and v with arrays of other libraries taken as tensors; None if there are none."""
     tensors = tuple(checks.imported(name, t) for name, t in zip("qkv", things, strict=True))
     return None if all(a is b for a, b in zip(tensors, things, strict=True)) else tensors
+
+
+def autocast(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """q, k and v in the dtype of the active torch.autocast; None if they stay what they are.
+
+    As for torch's own attention, float64 is left alone. What the kernels take as it is, too: there
+    a call would have to ask first.
+    """
+    tensors = q, k, v
+    if not all(isinstance(t, torch.Tensor) for t in tensors):
+        return None
+    if q.dtype == k.dtype == v.dtype and q.dtype in checks.DTYPES:
+        return None
+    kind = q.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    if dtype not in checks.DTYPES or not all(t.dtype in CAST for t in tensors):
+        return None
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def described(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -69,6 +69,17 @@ print([name for name in {others} if name in sys.modules])
     assert python(code) == "[]\n"
 
 
+def test_hopwell_in_torch_loads_neither_dynamo_nor_compiler() -> None:
+    """Operators and registry are there, and what takes seconds is not yet."""
+    others = "('torch._dynamo', 'cutlass', 'tvm_ffi', 'hopwell.emulator')"
+    code = f"""
+import sys, hopwell.torch
+hopwell.torch.register()
+print([name for name in {others} if name in sys.modules], hopwell.torch.operators.forward.default)
+"""
+    assert python(code) == "[] hopwell.forward.default\n"
+
+
 def test_a_kernel_from_disk_loads_no_more_than_it_needs() -> None:
     """The DSL's loader, but no kernel's source, no emulator and nothing that draws."""
     hopwell.compile("sm_90a", dtypes=[torch.float16], head_dims=[64], causal=[False])
