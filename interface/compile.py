@@ -141,6 +141,8 @@ def load(folder: str | os.PathLike[str]) -> int:
     ]
     checks.export_usable(store.root, len(usable), [entry.facts for entry in store.entries()])
     _exports.append(store)
+    if any(entry.library for entry in usable):
+        link.runtime()  # now, not in the first call
     return len(usable)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -35,6 +36,7 @@ DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # traced goes to `ops`. Each call asks, so the question costs no more than a look at a class.
 TRACED = FakeTensor, FunctionalTensor
 CAST = (*checks.DTYPES, torch.float32)  # what `autocast` casts
+AUTOCAST = ("cuda", "cpu")  # devices that have it, of those there are kernels for
 HeadDims = Sequence[int | tuple[int, int]]  # of q, k and v alike; or of q and k, and of v
 # Those that most models have: what is compiled ahead of time unless others are named.
 COMMON_HEAD_DIMS: HeadDims = (64, 96, 128, 192, 256, (192, 128))
@@ -76,6 +78,7 @@ class CacheInfo:
 
 
 _plans: Plans[_Plan] = Plans()
+in_operator: ContextVar[bool] = ContextVar("in_operator", default=False)
 _counters: dict[tuple[int, int], torch.Tensor] = {}  # of (device, stream): one launch at a time
 
 
@@ -325,14 +328,17 @@ def _counter(device: torch.device) -> torch.Tensor:
     """An int32 that is 0 and stays untouched by others while a kernel on this stream runs.
 
     A kernel leaves it at 0 again. A CUDA graph has memory of its own, cleared by each replay, which
-    may run beside other launches.
+    may run beside other launches. An operator keeps none: it may run in torch's rehearsal of such a
+    graph, whose memory must not outlive it.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     counter = _counters.get(key)
     if counter is None:
-        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+        counter = torch.zeros(1, dtype=torch.int32, device=device)
+        if not in_operator.get():
+            _counters[key] = counter
     return counter
 
 
@@ -354,7 +360,7 @@ def autocast(q: Any, k: Any, v: Any) -> tuple[torch.Tensor, torch.Tensor, torch.
     if q.dtype == k.dtype == v.dtype and q.dtype in checks.DTYPES:
         return None
     kind = q.device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if kind not in AUTOCAST or not torch.is_autocast_enabled(kind):
         return None
     dtype = torch.get_autocast_dtype(kind)
     if dtype not in checks.DTYPES or not all(t.dtype in CAST for t in tensors):

@@ -7,6 +7,7 @@ library alone (one file, found without an import) and TVM-FFI.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.metadata
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -42,24 +44,22 @@ def linked(obj: bytes) -> bytes | None:
 
 def load(library: Path, symbol: str) -> Callable[..., None] | None:
     """The function of that name in a shared library; None where the DSL's runtime is not found."""
-    if runtime() is None:
-        return None
-    import tvm_ffi
-
-    return tvm_ffi.load_module(str(library))[symbol]
+    ffi = runtime()
+    return None if ffi is None else ffi.load_module(str(library))[symbol]
 
 
 @cache
-def runtime() -> ctypes.CDLL | None:
-    """The DSL's runtime library, open for all libraries to come.
+def runtime() -> ModuleType | None:
+    """TVM-FFI, with the DSL's runtime library open for all libraries to come.
 
     There is one for each CUDA version that the DSL is installed for; torch's runs on this driver,
-    and so do those up to it.
+    and so do those up to it. The first call takes some 50 ms.
     """
     root = Path(str(importlib.metadata.distribution("nvidia-cutlass-dsl").locate_file("")))
     newest = int((torch.version.cuda or "0").split(".")[0])
     for version in range(newest, 0, -1):
         library = root / "nvidia_cutlass_dsl" / f"cu{version}" / "lib" / "libcute_dsl_runtime.so"
         if library.exists():
-            return ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+            return importlib.import_module("tvm_ffi")
     return None

@@ -95,11 +95,15 @@ def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *, deterministic: Any, **options: Any) -> Result:
     # How gradients are to be summed up is for `_differentiate`.
-    return _as_it_is(functions.forward)(q, k, v, **options)
+    token = functions.in_operator.set(True)
+    try:
+        return _as_it_is(functions.forward)(q, k, v, **options)
+    finally:
+        functions.in_operator.reset(token)
 
 
 def _forward_into(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
-    _as_it_is(functions.forward)(q, k, v, **options)
+    _forward(q, k, v, deterministic=None, **options)
 
 
 def _backward(*tensors: Any, **options: Any) -> Gradients:

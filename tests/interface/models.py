@@ -96,7 +96,9 @@ def both_passes(model: Any, implementation: str, tokens: Tensor, mask: Tensor | 
     model.set_attn_implementation(implementation)
     model.zero_grad()
     real = torch.ones_like(tokens).bool() if mask is None else mask.bool()
-    labels = tokens.masked_fill(~real, -100)
+    # Nor of one behind padding: a causal model foretells it from the output of padding, which
+    # differs from one attention to the other.
+    labels = tokens.masked_fill(~(real & real.roll(1, dims=1)), -100)
     result = model(input_ids=tokens, attention_mask=mask, labels=labels)
     result.loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

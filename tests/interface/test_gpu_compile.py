@@ -216,7 +216,8 @@ def test_nested_tensors_are_refused(active: None) -> None:
     ragged = torch.nested.nested_tensor(
         [torch.randn(n, 4, 64, device=DEVICE).half() for n in (30, 70)], layout=torch.jagged
     ).transpose(1, 2)
-    with pytest.raises(NotImplementedError, match=r"Hopwell, and cum_seq_q is a tensor; needs"):
+    # By us, or by torch itself: to 2.11 it has no such operator for them.
+    with pytest.raises(NotImplementedError, match=r"cum_seq_q is a tensor; needs|flash_attention"):
         scaled_dot_product_attention(ragged, ragged, ragged)
 
 

@@ -154,6 +154,18 @@ def test_tensors_are_launched_as_they_are(layout: Any, launches: Launches) -> No
     assert heads_first == (layout == "bhsd")
 
 
+def test_an_operator_keeps_no_counter(cuda: Cuda) -> None:
+    """Its first run may be in memory of a CUDA graph to come, which must not outlive that."""
+    device = torch.device("cuda", 0)
+    token = functions.in_operator.set(True)
+    try:
+        assert functions._counter(device) is not functions._counter(device)
+    finally:
+        functions.in_operator.reset(token)
+    kept = functions._counter(device)
+    assert functions._counter(device) is kept and len(cuda.made) == 3
+
+
 def test_each_stream_of_each_device_has_a_counter(cuda: Cuda) -> None:
     devices = [torch.device("cuda", index) for index in (0, 1)]
     first = functions._counter(devices[0])

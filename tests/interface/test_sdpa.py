@@ -104,11 +104,11 @@ def test_flash_attention(override: None) -> None:
         *(dout, *tensors, out, lse, None, None, 5, 7, 0.0, True), *random, **window
     )
     assert alike(found, hopwell.backward(dout, *tensors, out, lse, causal=True))
-    buffer = torch.empty_like(out)
-    assert torch.equal(
-        aten._flash_attention_forward_no_dropout_inplace(buffer, *tensors, *rest), lse
-    )
-    assert torch.equal(buffer, out)
+    if hasattr(aten, "_flash_attention_forward_no_dropout_inplace"):  # not in torch 2.11
+        buffer = torch.empty_like(out)
+        forward_into = aten._flash_attention_forward_no_dropout_inplace
+        assert torch.equal(forward_into(buffer, *tensors, *rest), lse)
+        assert torch.equal(buffer, out)
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -131,6 +131,9 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, override: None) -> None:
+    schema = aten._flash_attention_forward.default._schema
+    if name not in {argument.name for argument in schema.arguments}:
+        pytest.skip(f"torch {torch.__version__} has no {name}")
     value, said, needed = REFUSED[name]
     names = ("query", "key", "value")
     tensors = dict(zip(names, inputs(5, 7)[1:], strict=True))
