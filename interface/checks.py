@@ -6,6 +6,7 @@ lists them all. Nothing else in the package raises for a user's input.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -750,6 +751,41 @@ def export_usable(folder: Path, usable: int, there: Sequence[Mapping[str, Any]])
         "hopwell and nvidia-cutlass-dsl on both machines; write the folder again with "
         f"`python -m hopwell compile --arch {arches()[0]} --out {folder}`"
     )
+
+
+def no_gpu(built_for: str | None, there: int) -> Iterator[str]:
+    """Why torch has no GPU to compute on: `built_for` is its CUDA version."""
+    if built_for is None:
+        yield (
+            "torch is built without CUDA; needs a build for CUDA to use a GPU; see pytorch.org, or "
+            "call inside hopwell.emulate"
+        )
+    elif not there:
+        yield (
+            "torch sees no GPU; needs one and its driver (nvidia-smi lists both); or call inside "
+            "hopwell.emulate"
+        )
+
+
+def cache_folder(folder: Path) -> Iterator[str]:
+    """Whether compiled kernels can be kept there."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        yield (
+            f"cannot write to {there}; needs a folder for compiled kernels, which every process "
+            "compiles anew otherwise; set HOPWELL_CACHE_DIR to one"
+        )
+
+
+def linking(linker: str | None, runtime: object, built_for: str | None) -> Iterator[str]:
+    """Whether compiled kernels load without an import of the DSL."""
+    if linker is None:
+        yield "no ld here; needs one to load kernels in milliseconds, not seconds; install binutils"
+    if runtime is None:
+        yield (
+            f"no runtime of the DSL for CUDA up to {built_for}; needs one to load kernels in "
+            "milliseconds, not seconds; install hopwell, or hopwell[cu13] for CUDA 13"
+        )
 
 
 def dsl_version(package: str, found: str | None, needed: tuple[int, int]) -> str:

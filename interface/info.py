@@ -1,4 +1,4 @@
-"""What `python -m hopwell info` says: versions, GPUs, kernels, cache, environment.
+"""What `python -m hopwell info` says: versions, GPUs, kernels, cache, environment, problems.
 
 `collect` never raises; `resources`, for `info --kernels`, compiles and may.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
@@ -20,7 +21,15 @@ if TYPE_CHECKING:
     from ..kernels.tiles import BackwardTiles, Tiles
     from .compile import Spec
 
-PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-bindings", "numpy")
+PACKAGES = (
+    "torch",
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-cu12",  # the DSL's variants: of CUDA 12 and of CUDA 13
+    "nvidia-cutlass-dsl-libs-cu13",
+    "apache-tvm-ffi",
+    "cuda-bindings",
+    "numpy",
+)
 MAIN_BACKWARD = "BwdSm90"  # in the name of the one that computes, of the three of backward
 
 
@@ -35,10 +44,12 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version,
         "host": _host,
         "packages": lambda: {name: _version(name) for name in PACKAGES},
+        "cuda": _cuda,
         "gpus": _gpus,
         "kernels": _kernels,
         "cache": _cache,
         "environment": _environment,
+        "problems": _problems,
     }
     return {name: _guarded(part) for name, part in parts.items()}
 
@@ -50,6 +61,13 @@ def _guarded(part: Callable[[], Any]) -> Any:
         return f"unknown: {type(problem).__name__}: {problem}"
 
 
+def _problems() -> list[str]:
+    """What is wrong here, and what to do; empty if all is well."""
+    searches: tuple[Callable[[], Iterator[str]], ...] = (_of_dsl, _of_gpus, _of_cache, _of_linking)
+    found = (_guarded(lambda search=search: [*search()]) for search in searches)
+    return [text for texts in found for text in ([texts] if isinstance(texts, str) else texts)]
+
+
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -59,6 +77,52 @@ def _version(package: str) -> str:
 
 def _host() -> dict[str, str]:
     return {"system": platform.platform(), "objects": hosts()[0]}
+
+
+def _cuda() -> dict[str, str | None]:
+    """CUDA versions: the one that torch was built for, and the newest that the driver knows."""
+    import torch
+
+    known = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else None
+    driver = None if known is None else f"{known // 1000}.{known % 1000 // 10}"
+    return {"torch": torch.version.cuda, "driver": driver}
+
+
+def _of_dsl() -> Iterator[str]:
+    """Problems of the compiler, with what to do."""
+    from . import compile as compiling
+
+    try:
+        compiling.dsl_version()
+    except RuntimeError as problem:
+        yield str(problem)
+
+
+def _of_gpus() -> Iterator[str]:
+    import torch
+
+    from . import checks
+
+    yield from checks.no_gpu(torch.version.cuda, torch.cuda.device_count())
+    for index in range(torch.cuda.device_count()):
+        for problem in checks.gpu(torch.device("cuda", index), None):
+            yield problem.text
+
+
+def _of_cache() -> Iterator[str]:
+    from . import checks, env
+
+    if env.cache_enabled():
+        yield from checks.cache_folder(env.cache_dir())
+
+
+def _of_linking() -> Iterator[str]:
+    import torch
+
+    from . import checks, link
+
+    if torch.cuda.is_available():
+        yield from checks.linking(shutil.which(link.LINKER), link.runtime(), torch.version.cuda)
 
 
 def _gpus() -> list[dict[str, Any]]:

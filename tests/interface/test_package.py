@@ -1,5 +1,6 @@
 """What importing costs, what the face hands on, and the command line."""
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -11,8 +12,8 @@ import torch
 from click.testing import CliRunner, Result
 
 import hopwell
+from hopwell.interface import checks, env
 from hopwell.interface import compile as compiling
-from hopwell.interface import env
 from hopwell.interface.cache import Store
 from hopwell.interface.cli import main
 
@@ -176,6 +177,36 @@ def test_info_says_what_is_broken_and_goes_on(monkeypatch: pytest.MonkeyPatch) -
     found = json.loads(command("info", "--json").output)
     assert found["gpus"] == "unknown: RuntimeError: no driver"
     assert found["kernels"]
+
+
+def test_info_lists_problems_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(compiling, "DSL_NEEDED", (3, 1))
+    found = json.loads(command("info", "--json").output)["problems"]
+    version = importlib.metadata.version("nvidia-cutlass-dsl")
+    assert found == [
+        f"found nvidia-cutlass-dsl {version}; needs 3.1; run `pip install "
+        "'nvidia-cutlass-dsl>=3.1,<3.2'`",
+        "torch sees no GPU; needs one and its driver (nvidia-smi lists both); or call inside "
+        "hopwell.emulate",
+        f"cannot write to {tmp_path / 'file'}; needs a folder for compiled kernels, which every "
+        "process compiles anew otherwise; set HOPWELL_CACHE_DIR to one",
+    ]
+    assert [*checks.linking(None, None, "12.6")] == [
+        "no ld here; needs one to load kernels in milliseconds, not seconds; install binutils",
+        "no runtime of the DSL for CUDA up to 12.6; needs one to load kernels in milliseconds, not "
+        "seconds; install hopwell, or hopwell[cu13] for CUDA 13",
+    ]
+    assert [*checks.no_gpu(None, 0)] == [
+        "torch is built without CUDA; needs a build for CUDA to use a GPU; see pytorch.org, or "
+        "call inside hopwell.emulate"
+    ]
 
 
 def test_cache_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
