@@ -83,9 +83,12 @@ def _cuda() -> dict[str, str | None]:
     """CUDA versions: the one that torch was built for, and the newest that the driver knows."""
     import torch
 
-    known = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else None
-    driver = None if known is None else f"{known // 1000}.{known % 1000 // 10}"
-    return {"torch": torch.version.cuda, "driver": driver}
+    if not torch.cuda.is_available():
+        return {"torch": torch.version.cuda, "driver": None}
+    from cuda.bindings import driver
+
+    _, known = driver.cuDriverGetVersion()
+    return {"torch": torch.version.cuda, "driver": f"{known // 1000}.{known % 1000 // 10}"}
 
 
 def _of_dsl() -> Iterator[str]:
