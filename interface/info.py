@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.metadata
 import platform
 import shutil
@@ -83,12 +85,11 @@ def _cuda() -> dict[str, str | None]:
     """CUDA versions: the one that torch was built for, and the newest that the driver knows."""
     import torch
 
-    if not torch.cuda.is_available():
-        return {"torch": torch.version.cuda, "driver": None}
-    from cuda.bindings import driver
-
-    _, known = driver.cuDriverGetVersion()
-    return {"torch": torch.version.cuda, "driver": f"{known // 1000}.{known % 1000 // 10}"}
+    known = ctypes.c_int(0)
+    with contextlib.suppress(OSError):  # no driver
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(known))
+    driver = f"{known.value // 1000}.{known.value % 1000 // 10}" if known.value else None
+    return {"torch": torch.version.cuda, "driver": driver}
 
 
 def _of_dsl() -> Iterator[str]:
