@@ -780,7 +780,10 @@ def cache_folder(folder: Path) -> Iterator[str]:
 def linking(linker: str | None, runtime: object, built_for: str | None) -> Iterator[str]:
     """Whether compiled kernels load without an import of the DSL."""
     if linker is None:
-        yield "no ld here; needs one to load kernels in milliseconds, not seconds; install binutils"
+        yield (
+            "no ld here; needs one to load kernels in milliseconds, not seconds; install binutils, "
+            "then run `python -m hopwell cache clear`"
+        )
     if runtime is None:
         yield (
             f"no runtime of the DSL for CUDA up to {built_for}; needs one to load kernels in "

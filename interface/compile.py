@@ -180,9 +180,10 @@ def _identity(spec: Spec) -> dict[str, Any]:
 
 @cache
 def _source_fingerprint() -> str:
-    """Digest of the sources a kernel is traced from, and of this file, which compiles them."""
+    """Digest of the sources a kernel is traced from, and of those that compile and link it."""
     package = Path(__file__).parent.parent
-    files = [Path(__file__), *(f for part in _SOURCES for f in (package / part).rglob("*.py"))]
+    files = [Path(__file__), Path(link.__file__)]
+    files += [file for part in _SOURCES for file in (package / part).rglob("*.py")]
     digest = hashlib.sha256()
     for name, file in sorted((f.relative_to(package).as_posix(), f) for f in files):
         digest.update(f"{name}\0".encode() + file.read_bytes() + b"\0")

@@ -172,7 +172,9 @@ def forward(
             emulation.launch(plan.call, *arguments, outputs=(out, lse))
     except Exception:
         # Before it launches, the compiled function checks what the signature leaves out, in its
-        # own words; ours say what to do.
+        # own words; ours say what to do. The dtypes of k and v are left out, too.
+        if cast := autocast(q, k, v):
+            return forward(*cast, scale=scale, causal=causal, layout=layout, out=out, lse=lse)
         problem = next(
             _problems(q, k, v, scale=scale, causal=causal, layout=layout, out=out, lse=lse), None
         )

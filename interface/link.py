@@ -43,9 +43,17 @@ def linked(obj: bytes) -> bytes | None:
 
 
 def load(library: Path, symbol: str) -> Callable[..., None] | None:
-    """The function of that name in a shared library; None where the DSL's runtime is not found."""
-    ffi = runtime()
-    return None if ffi is None else ffi.load_module(str(library))[symbol]
+    """The function of that name in a shared library.
+
+    None where the DSL's runtime is not found, or, with a warning, where the system does not take
+    the library: its folder is mounted noexec, or it was linked for a newer libc.
+    """
+    try:
+        ffi = runtime()
+        return None if ffi is None else ffi.load_module(str(library))[symbol]
+    except (OSError, RuntimeError) as problem:
+        env.log.warning("the DSL loads %s, since it does not load linked: %s", library, problem)
+        return None
 
 
 @cache

@@ -133,6 +133,8 @@ def mask(
         )
 
     if isinstance(attention_mask, Mask):
+        if attention_mask.causal != causal:
+            checks.model_mask("a mask made for another rule, causal or not, is given back")
         return attention_mask
     first_kv = int(kv_offset)
     first_q = int(q_offset) - first_kv  # where the first query stands among the keys

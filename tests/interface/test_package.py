@@ -199,7 +199,8 @@ def test_info_lists_problems_and_what_to_do(
         "process compiles anew otherwise; set HOPWELL_CACHE_DIR to one",
     ]
     assert [*checks.linking(None, None, "12.6")] == [
-        "no ld here; needs one to load kernels in milliseconds, not seconds; install binutils",
+        "no ld here; needs one to load kernels in milliseconds, not seconds; install binutils, "
+        "then run `python -m hopwell cache clear`",
         "no runtime of the DSL for CUDA up to 12.6; needs one to load kernels in milliseconds, not "
         "seconds; install hopwell, or hopwell[cu13] for CUDA 13",
     ]

@@ -150,6 +150,18 @@ def test_a_window_that_has_room_for_every_key_is_none() -> None:
         mask(**options, mask_function=rule, **skips)
 
 
+def test_a_mask_made_ahead_serves_its_own_rule_alone() -> None:
+    made = Mask(True, 8, 8, (Run(2, 8),))
+    options: dict[str, Any] = {"batch_size": 1, "q_length": 8, "kv_length": 8}
+    causal, other = (
+        masking_utils.causal_mask_function,
+        masking_utils.bidirectional_mask_function,
+    )
+    assert mask(**options, mask_function=causal, attention_mask=made) is made
+    with pytest.raises(NotImplementedError, match=r"^a mask made for another rule, causal or"):
+        mask(**options, mask_function=other, attention_mask=made)
+
+
 def test_sequences_that_begin_and_end_alike_run_together(
     emulation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
