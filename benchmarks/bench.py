@@ -20,7 +20,7 @@ from ..interface import checks, env
 from . import accuracy, host, plot, results
 from .cells import FLOP_CONVENTION, FORWARD, PASSES, PRESETS, Cell, select
 from .contenders import PEERS, Contender, contenders
-from .results import Error, Rows, Speed
+from .results import Error, Rows, Speed, number
 from .timing import PROTOCOL, Monitor, able, fits_in_l2, times
 
 COLUMNS = 170  # of a table that goes to a file
@@ -74,9 +74,9 @@ def speed_table(rows: Sequence[Speed], names: Sequence[str], title: str) -> Tabl
         table.add_row(
             f"{row.cell}{' cold' if row.cold else ''}",
             *(_tflops(row, name) for name in names),
-            _said(row.ratio, ".2f"),
-            _said(row.clock_mhz, ".0f"),
-            _said(row.power_w, ".0f"),
+            number(row.ratio, ".2f"),
+            number(row.clock_mhz, ".0f"),
+            number(row.power_w, ".0f"),
         )
     return table
 
@@ -85,8 +85,8 @@ def error_table(rows: Sequence[Error], names: Sequence[str], title: str) -> Tabl
     """RMS error of each contestant, and ours over the best peer's; '-' where one cannot run."""
     table = _table(title, "of", "inputs", *names, "ours / best peer")
     for row in rows:
-        values = [_said(row.rms.get(name), ".3e") for name in names]
-        table.add_row(str(row.cell), row.of, row.inputs, *values, _said(row.ratio, ".3f"))
+        values = [number(row.rms.get(name), ".3e") for name in names]
+        table.add_row(str(row.cell), row.of, row.inputs, *values, number(row.ratio, ".3f"))
     return table
 
 
@@ -113,10 +113,6 @@ def _table(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     return table
-
-
-def _said(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _numbers(_: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:
@@ -188,11 +184,11 @@ def main(
         console = Console(width=COLUMNS)
     env.configure_log()
     facts = results.about(torch.cuda.get_device_name(), commit)
-    _, uninstalled = contenders(FORWARD, peers)
+    of_forward, uninstalled = contenders(FORWARD, peers)
     for name, why in uninstalled.items():
         console.print(f"{name} is left out: {why}", markup=False)
     if on_host:
-        found = host.measure(contenders(FORWARD, peers)[0])
+        found = host.measure(of_forward)
         console.print(host.table(found))
         if folder:
             folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ import click
 from . import results
 from .cells import FLOP_CONVENTION, FORWARD, PASSES, PRESETS
 from .contenders import DETERMINISTIC
-from .results import Speed
+from .results import Speed, number
 from .timing import OURS
 
 if TYPE_CHECKING:
@@ -163,8 +163,7 @@ def _bars_of(axes: Axes, rows: Sequence[Speed], name: str, offset: float, among:
 
 
 def _ratio(row: Speed) -> str:
-    said = "-" if row.ratio is None else f"{row.ratio:.2f}"
-    return f"ours / best peer {said}{', L2 flushed' if row.cold else ''}"
+    return f"ours / best peer {number(row.ratio, '.2f')}{', L2 flushed' if row.cold else ''}"
 
 
 def _figure(width: float, height: float) -> Figure:

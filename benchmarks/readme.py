@@ -21,7 +21,7 @@ import click
 
 from . import results
 from .cells import HIDDEN, PASSES, PRESETS, TOKENS
-from .results import JSON, Speed
+from .results import JSON, Speed, number
 from .timing import OURS, ROUNDS
 
 MARKERS = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -72,8 +72,8 @@ def table(rows: Sequence[Speed], facts: Mapping[str, Any]) -> str:
         there = [of_cell.get((dim, *column)) for column in columns]
         speeds = [row and row.tflops(OURS) for row in there]
         ratios = [row and row.ratio for row in there]
-        lines.append([f"head_dim {dim}, Hopwell", *(_said(speed, ".0f") for speed in speeds)])
-        lines.append(["over the best peer", *(_said(ratio, ".2f") for ratio in ratios)])
+        lines.append([f"head_dim {dim}, Hopwell", *(number(speed, ".0f") for speed in speeds)])
+        lines.append(["over the best peer", *(number(ratio, ".2f") for ratio in ratios)])
     peers = sorted({name for row in rows for name in row.times if not name.startswith(OURS)})
     absent = dict(facts["left_out"])
     absent |= {name: why for row in rows for name, why in row.absent.items() if name not in peers}
@@ -85,7 +85,7 @@ def table(rows: Sequence[Speed], facts: Mapping[str, Any]) -> str:
         f"{', '.join(peers) or 'no peer'}.{without}"
     )
     mean = results.means(rows).get("all")
-    mean_said = f"The geometric mean of the ratios is {_said(mean, '.2f')}."
+    mean_said = f"The geometric mean of the ratios is {number(mean, '.2f')}."
     return "\n\n".join([said, _markdown(lines), mean_said])
 
 
@@ -120,10 +120,6 @@ def _markdown(lines: Sequence[Sequence[str]]) -> str:
     ]
     rule = f"|{'|'.join('-' * (width + 2) for width in widths)}|"
     return "\n".join([rows[0], rule, *rows[1:]])
-
-
-def _said(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

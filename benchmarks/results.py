@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import importlib.metadata
 import json
 import math
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..interface.packages import version
 from .cells import FLOP_CONVENTION, FORWARD, PASSES, Cell
 from .timing import OURS, PROTOCOL, Times
 
@@ -142,13 +142,10 @@ def means(rows: Rows) -> dict[str, float]:
 
 def versions() -> dict[str, Any]:
     """Of what numbers depend on; None where it is not installed."""
-    found: dict[str, Any] = {"cuDNN": torch.backends.cudnn.version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return {
+        "cuDNN": torch.backends.cudnn.version(),
+        **{package: version(package) for package in PACKAGES},
+    }
 
 
 def commit() -> str:
@@ -180,6 +177,11 @@ def said(facts: Mapping[str, Any]) -> str:
     """What `about` found, in one line."""
     there = [f"{name} {version}" for name, version in facts["versions"].items() if version]
     return ", ".join([facts["device"], facts["date"], *there, f"commit {facts['commit']}"])
+
+
+def number(value: float | None, form: str) -> str:
+    """In a table; "-" where there is none."""
+    return "-" if value is None else format(value, form)
 
 
 def write(folder: Path, facts: Mapping[str, Any], rows: Rows) -> None:

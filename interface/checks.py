@@ -27,14 +27,6 @@ LAYOUTS = {
 DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_SCALE = torch.finfo(torch.float32).max
 ALIGN_BYTES = 16  # what the TMA unit asks of a base address and of strides
-# Arguments of torch's flash attention when they ask for nothing, where that is not None alone.
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "dropout_p": (0.0,),
-    "return_debug_mask": (False,),
-    "window_size_left": (None, -1),
-    "window_size_right": (None, -1),
-    "num_splits": (None, 0, 1),
-}
 HEAD_DIM_NEEDED = f"a multiple of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
 
 
@@ -492,23 +484,6 @@ def _buffer(
         yield from memory(name, tensor)
 
 
-def flash(arguments: Mapping[str, Any]) -> None:
-    """Refuse what torch's flash attention may be asked for and Hopwell has no equal of.
-
-    Raises:
-        NotImplementedError: an argument is not what it is when it asks for nothing.
-    """
-    for name, got in arguments.items():
-        neutral = NEUTRAL.get(name, (None,))
-        if isinstance(got, torch.Tensor) or got not in neutral:
-            said = "a tensor" if isinstance(got, torch.Tensor) else got
-            raise NotImplementedError(
-                f"torch's flash attention is Hopwell, and {name} is {said}; needs {neutral[0]}; "
-                "choose another backend with torch.nn.attention.sdpa_kernel, or call "
-                "torch.nn.attention.restore_flash_attention_impl()"
-            )
-
-
 def gradients(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse to cut a graph in silence.
 
@@ -611,6 +586,39 @@ TRANSFORMERS: Mapping[str, Neutral] = {
 }
 
 
+# Arguments of torch's flash attention when they ask for nothing, where that is not None alone.
+TORCHS_FLASH: Mapping[str, tuple[Any, ...]] = {
+    "dropout_p": (0.0,),
+    "return_debug_mask": (False,),
+    "window_size_left": (None, -1),
+    "window_size_right": (None, -1),
+    "num_splits": (None, 0, 1),
+}
+
+
+def _asks_nothing(got: Any, values: tuple[Any, ...]) -> bool:
+    """Whether an argument has one of these values; a tensor has none of them."""
+    value = tuple(got) if isinstance(got, list) else got
+    return not isinstance(got, torch.Tensor) and value in values
+
+
+def flash(arguments: Mapping[str, Any]) -> None:
+    """Refuse what torch's flash attention may be asked for and Hopwell has no equal of.
+
+    Raises:
+        NotImplementedError: an argument is not what it is when it asks for nothing.
+    """
+    for name, got in arguments.items():
+        neutral = TORCHS_FLASH.get(name, (None,))
+        if not _asks_nothing(got, neutral):
+            said = "a tensor" if isinstance(got, torch.Tensor) else got
+            raise NotImplementedError(
+                f"torch's flash attention is Hopwell, and {name} is {said}; needs {neutral[0]}; "
+                "choose another backend with torch.nn.attention.sdpa_kernel, or call "
+                "torch.nn.attention.restore_flash_attention_impl()"
+            )
+
+
 def neutral(table: Mapping[str, Neutral], arguments: Mapping[str, Any]) -> None:
     """Refuse what the kernels cannot do, where it is asked for; names not in the table pass.
 
@@ -618,12 +626,8 @@ def neutral(table: Mapping[str, Neutral], arguments: Mapping[str, Any]) -> None:
         NotImplementedError: an argument has another value than those of the table.
     """
     for name, got in arguments.items():
-        if name not in table:
-            continue
-        tensor = isinstance(got, torch.Tensor)
-        value = tuple(got) if isinstance(got, list) else got
-        if tensor or value not in table[name].values:
-            shown = f"a {type(got).__name__}" if tensor else repr(got)
+        if name in table and not _asks_nothing(got, table[name].values):
+            shown = f"a {type(got).__name__}" if isinstance(got, torch.Tensor) else repr(got)
             raise NotImplementedError(
                 f"{name} is {shown}; needs {table[name].values[0]!r}; {table[name].instead}"
             )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import tempfile
@@ -26,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from . import checks, env, link
+from . import checks, env, link, packages
 from .arch import hosts
 from .cache import Entry, Store
 from .cubin import usage
@@ -134,12 +133,13 @@ def load(folder: str | os.PathLike[str]) -> int:
     """
     store = Store(Path(folder))
     checks.export_folder(store.root)
+    there = store.entries()
     usable = [
         entry
-        for entry in store.entries()
+        for entry in there
         if entry.facts["build"] == _build_facts() and entry.facts["host"] in hosts()
     ]
-    checks.export_usable(store.root, len(usable), [entry.facts for entry in store.entries()])
+    checks.export_usable(store.root, len(usable), [entry.facts for entry in there])
     _exports.append(store)
     if any(entry.library for entry in usable):
         link.runtime()  # now, not in the first call
@@ -167,11 +167,7 @@ def dsl_version() -> str:
     Raises:
         RuntimeError: it is absent, or not one the kernels were tested with.
     """
-    try:
-        version = importlib.metadata.version(DSL)
-    except importlib.metadata.PackageNotFoundError:
-        version = None
-    return checks.dsl_version(DSL, version, DSL_NEEDED)
+    return checks.dsl_version(DSL, packages.version(DSL), DSL_NEEDED)
 
 
 def _identity(spec: Spec) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.metadata
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import hopwell
 
 from .arch import hosts
+from .packages import version
 
 if TYPE_CHECKING:
     from ..kernels.tiles import BackwardTiles, Tiles
@@ -45,7 +45,7 @@ def collect() -> dict[str, Any]:
         "hopwell": lambda: hopwell.__version__,
         "python": platform.python_version,
         "host": _host,
-        "packages": lambda: {name: _version(name) for name in PACKAGES},
+        "packages": lambda: {name: version(name) or "not installed" for name in PACKAGES},
         "cuda": _cuda,
         "gpus": _gpus,
         "kernels": _kernels,
@@ -68,13 +68,6 @@ def _problems() -> list[str]:
     searches: tuple[Callable[[], Iterator[str]], ...] = (_of_dsl, _of_gpus, _of_cache, _of_linking)
     found = (_guarded(lambda search=search: [*search()]) for search in searches)
     return [text for texts in found for text in ([texts] if isinstance(texts, str) else texts)]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _host() -> dict[str, str]:

@@ -8,6 +8,7 @@ without: the dispatcher's way to a Python function takes half as long as a launc
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -80,17 +81,13 @@ def backward(
 # ---- run -----------------------------------------------------------------------------------------
 
 
-_hidden: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
+@cache
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function out of Dynamo's sight, which beside a break in a graph would compile it too.
 
     Not before one runs: it imports Dynamo, which takes seconds.
     """
-    if function not in _hidden:
-        _hidden[function] = torch.compiler.disable(function)
-    return _hidden[function]
+    return torch.compiler.disable(function)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *, deterministic: Any, **options: Any) -> Result:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import checks
 from .autograd import attention
+from .packages import version
 
 NEEDED = (5, 4)  # the first whose mask functions are asked with q_length and q_offset
 
@@ -66,18 +66,11 @@ def register(name: str = "hopwell") -> None:
     Raises:
         ImportError: transformers is missing or older than 5.4.
     """
-    checks.transformers_version(_installed("transformers"), NEEDED)
+    checks.transformers_version(version("transformers"), NEEDED)
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 # ---- once for each pass of a model ---------------------------------------------------------------

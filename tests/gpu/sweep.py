@@ -27,9 +27,10 @@ from dataclasses import dataclass, replace
 import click
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 import hopwell
+from hopwell.benchmarks.accuracy import rms
+from hopwell.benchmarks.contenders import sdpa
 from hopwell.interface.demo import Case, exact, measure
 from hopwell.interface.functions import COMMON_HEAD_DIMS
 from hopwell.kernels.tiles import FORWARD, HEAD_DIMS, SHORT_LEN_Q, forward_tiles
@@ -191,8 +192,9 @@ def shapes(count: int, there: list[Configuration], seed: int, device: str, longe
     return not failed
 
 
-def rms(out: torch.Tensor, right: torch.Tensor) -> float:
-    return (out.double() - right).square().mean().sqrt().item()
+def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """torch's attention, in our layout."""
+    return sdpa(q, k, v, causal)().transpose(1, 2)
 
 
 @contextlib.contextmanager
@@ -215,13 +217,11 @@ def peers(device: str, length: int) -> bool:
             inputs = case.inputs(device)
             inputs = with_outliers(inputs, 0) if outliers else inputs
             right, _, _ = exact(case, inputs)
-            ours = rms(attend(case, inputs, "bshd")[0], right)
-            q, k, v = (t.transpose(1, 2) for t in inputs)
+            ours = rms(attend(case, inputs, "bshd")[0].double() - right)
             theirs = {}
             for name, peer in PEERS.items():
                 with sdpa_kernel(peer), contextlib.suppress(RuntimeError), quiet():
-                    out = scaled_dot_product_attention(q, k, v, is_causal=causal)
-                    theirs[name] = rms(out.transpose(1, 2), right)
+                    theirs[name] = rms(torchs(*inputs, causal).double() - right)
             what = f"{case}{', outliers' if outliers else ''}: RMS error {ours:.3e}"
             if not theirs:
                 print(f"{what}; torch has no kernel for this")

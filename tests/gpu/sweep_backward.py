@@ -23,9 +23,9 @@ from typing import Any
 import click
 import torch
 from torch.nn.attention import sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 import hopwell
+from hopwell.benchmarks.accuracy import rms
 from hopwell.interface import compile as compiling
 from hopwell.interface import env
 from hopwell.interface.cache import Store
@@ -35,12 +35,12 @@ from hopwell.kernels import BackwardFacts, ForwardFacts
 from hopwell.kernels.tiles import HEAD_DIMS, forward_tiles
 
 from ..reference import Gradients, attention, gradients
-from .sweep import ARCH, PEERS, Configuration, build_all, draw, place, quiet, rms
+from .sweep import ARCH, PEERS, Configuration, build_all, draw, place, quiet, torchs
 
 PAIRS = ((192, 128), (128, 96), (64, 128))  # of head_dim and head_dim_v, that models have
-# Of a gradient's norm: rounding P or dS, and the gradient, to 16 bits gives 0.6 of this.
 NAMES = ("dq", "dk", "dv")
 PEERS_RATIO = 1.05  # that our RMS error may be of the best peer's
+# Of a gradient's norm: rounding P or dS, and the gradient, to 16 bits gives 0.6 of this.
 LIMITS = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -109,13 +109,10 @@ def rms_errors(
     """Of dq, dk and dv by autograd."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     found = torch.autograd.grad(attend(*leaves), leaves, dout)
-    return {name: rms(ours, getattr(right, name)) for name, ours in zip(NAMES, found, strict=True)}
-
-
-def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """torch's attention, in our layout."""
-    seen = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return scaled_dot_product_attention(*seen, is_causal=causal, enable_gqa=True).transpose(1, 2)
+    return {
+        name: rms(ours.double() - getattr(right, name))
+        for name, ours in zip(NAMES, found, strict=True)
+    }
 
 
 def peers(there: list[Configuration], device: str, length: int) -> bool:

@@ -11,6 +11,8 @@ import hopwell
 from hopwell import compat
 
 from .. import reference
+from . import test_backward
+from .test_backward import close, leaves
 
 Tensor = torch.Tensor
 
@@ -23,18 +25,7 @@ def emulation() -> Iterator[None]:
 
 def inputs(len_q: int = 70, len_kv: int = 130, heads: int = 4, heads_kv: int = 2) -> list[Tensor]:
     """dout, q, k, v: fp16, head_dim 64."""
-    torch.manual_seed(len_q + len_kv)
-    of_q, of_kv = (2, len_q, heads, 64), (2, len_kv, heads_kv, 64)
-    return [torch.randn(shape).half() for shape in (of_q, of_q, of_kv, of_kv)]
-
-
-def close(found: Tensor | None, true: Tensor) -> None:
-    assert found is not None and found.shape == true.shape
-    assert (found.double() - true).norm() <= 5e-4 * true.norm()
-
-
-def leaves(*tensors: Tensor) -> list[Tensor]:
-    return [tensor.clone().requires_grad_() for tensor in tensors]
+    return [*test_backward.inputs(len_q, len_kv, (heads, heads_kv), batch=2)]
 
 
 def test_numbers_and_gradients(emulation: None) -> None:

@@ -8,17 +8,12 @@ import torch
 import hopwell
 import hopwell.transformers
 from hopwell import compat
-from hopwell.interface import checks
 
 from .. import reference
-from . import models
+from . import models, test_gpu
 
-DEVICE = torch.device("cuda", 0)
-
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or checks.arch_of(DEVICE) not in checks.arches(),
-    reason="needs a GPU that there are kernels for",
-)
+DEVICE = test_gpu.DEVICE
+pytestmark = test_gpu.pytestmark
 
 KINDS = {"llama": models.llama, "bert": models.bert}
 # Of head_dim 64 with 20 tokens, as on the emulator; and of 128 with several tiles of queries.

@@ -356,7 +356,7 @@ def test_every_argument_that_a_model_hands_to_its_attention_is_known() -> None:
 
 
 def test_transformers_is_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = "hopwell.interface.transformers._installed"
+    installed = "hopwell.interface.transformers.version"
     for found, said in ((None, "not installed"), ("5.3.1", "5.3.1"), ("4.57.0", "4.57.0")):
         monkeypatch.setattr(installed, lambda _, found=found: found)
         with pytest.raises(ImportError) as raised:
