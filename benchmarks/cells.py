@@ -21,7 +21,8 @@ FLOP_CONVENTION = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem, and one row of a table: self-attention of one length."""
+    """One problem, and one row of a table: self-attention of one length, or `queries` that see all
+    of its keys."""
 
     batch: int
     length: int
@@ -30,11 +31,18 @@ class Cell:
     head_dim: int
     head_dim_v: int
     causal: bool
+    queries: int | None = None  # of a sequence, without a mask; None: as many as keys
+
+    @property
+    def len_q(self) -> int:
+        """Queries of a sequence."""
+        return self.length if self.queries is None else self.queries
 
     def __str__(self) -> str:
         heads, dims = _pair(self.heads, self.heads_kv), _pair(self.head_dim, self.head_dim_v)
         mask = "causal" if self.causal else "full"
-        return f"{self.batch} x {self.length} x {heads} x {dims} {mask}"
+        length = self.length if self.queries is None else f"{self.queries}/{self.length}"
+        return f"{self.batch} x {length} x {heads} x {dims} {mask}"
 
     def flops(self, which: str = FORWARD) -> float:
         """Of a pass, by `FLOP_CONVENTION`.
@@ -42,15 +50,15 @@ class Cell:
         Backward has five products, one of which repeats forward's, and counts as 2.5 times forward
         whatever the head dims: what others count.
         """
-        products = 2 * self.length**2 * (self.head_dim + self.head_dim_v)
+        products = 2 * self.len_q * self.length * (self.head_dim + self.head_dim_v)
         forward = self.batch * self.heads * products / (2 if self.causal else 1)
         return 2.5 * forward if which == BACKWARD else forward
 
     def bytes(self, which: str = FORWARD) -> int:
         """Of the tensors that a pass must read and write: q, k, v, out, and for backward those of
         their gradients."""
-        columns = (self.heads + self.heads_kv) * (self.head_dim + self.head_dim_v)
-        forward = BYTES * self.batch * self.length * columns
+        rows = self.heads * self.len_q + self.heads_kv * self.length
+        forward = BYTES * self.batch * rows * (self.head_dim + self.head_dim_v)
         return 2 * forward if which == BACKWARD else forward
 
     def inputs(
@@ -64,21 +72,21 @@ class Cell:
             dtype: fp16 or bf16.
 
         Returns:
-            (batch, length, heads or heads_kv, head_dim or head_dim_v) from N(0, 1).
+            (batch, len_q or length, heads or heads_kv, head_dim or head_dim_v) from N(0, 1).
         """
         random = torch.Generator(device).manual_seed(0)
 
-        def normal(heads: int, head_dim: int) -> torch.Tensor:
-            shape = (self.batch, self.length, heads, head_dim)
+        def normal(length: int, heads: int, head_dim: int) -> torch.Tensor:
+            shape = (self.batch, length, heads, head_dim)
             x = torch.randn(shape, generator=random, device=device)
             if outliers:
                 x[torch.rand(shape, generator=random, device=device) < 1e-3] *= 10
             return x.to(dtype)
 
         return (
-            normal(self.heads, self.head_dim),
-            normal(self.heads_kv, self.head_dim),
-            normal(self.heads_kv, self.head_dim_v),
+            normal(self.len_q, self.heads, self.head_dim),
+            normal(self.length, self.heads_kv, self.head_dim),
+            normal(self.length, self.heads_kv, self.head_dim_v),
         )
 
 
@@ -132,6 +140,13 @@ MODELS: dict[str, tuple[Cell, ...]] = {
     ),
 }
 
+# One token more for each of many sequences: Llama 3 8B and 70B. Bound by reading K and V, for which
+# a kernel with one CTA a tile of queries has too few CTAs at small batches.
+DECODE = tuple(
+    Cell(batch, length, heads, 8, 128, 128, causal=False, queries=1)
+    for heads, batch, length in ((32, 64, 4096), (32, 8, 32768), (64, 64, 4096), (64, 8, 32768))
+)
+
 PRESETS: dict[str, tuple[Cell, ...]] = {
     # What the papers on FlashAttention-2, 3 and 4 draw.
     "paper": tuple(
@@ -143,6 +158,7 @@ PRESETS: dict[str, tuple[Cell, ...]] = {
         of_tokens(4096, 16, *dims, causal)
         for dims, causal in product(((96, 96), (192, 128), (80, 80)), (False, True))
     ),
+    "decode": DECODE,
     **MODELS,
 }
 

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..interface.autograd import attention
+from . import cudnn_graph
 from .cells import BACKWARD, FORWARD
 from .timing import OURS, Call
 
@@ -39,13 +40,15 @@ class Contender:
 
     Attributes: `bind` (q, k, v, causal) to a launch that takes no time but its own; `out` finds O,
     (batch, len, heads, head_dim_v), in what a launch returns; `context` needs to be around launches
-    of forward.
+    of forward. `backward`, of one that autograd knows nothing of, is (inputs, causal, dO) to a
+    launch that returns (dq, dk, dv).
     """
 
     name: str
     bind: Bind
     out: Callable[[Any], torch.Tensor] = _first
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    backward: Callable[[Inputs, bool, torch.Tensor], Callable[[], Any]] | None = None
 
     def call(self, inputs: Inputs, causal: bool, which: str = FORWARD) -> Call:
         """Of a pass: whose results are (O,), or (dq, dk, dv) for a normal dO.
@@ -55,6 +58,9 @@ class Contender:
             causal: query i sees keys up to i.
             which: "fwd" or "bwd".
         """
+        if which == BACKWARD and self.backward:
+            launch = self.backward(inputs, causal, gradient_of_out(inputs))
+            return Call(launch, self.context)
         if which == BACKWARD:
             return Call(Backward(self, inputs, causal), self.context)
         return Call(self.bind(*inputs, causal), self.context, lambda result: (self.out(result),))
@@ -120,6 +126,27 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Cal
     return partial(scaled_dot_product_attention, *seen, is_causal=causal, enable_gqa=grouped)
 
 
+def of_cudnn(name: str) -> Contender:
+    """cuDNN without torch between; a causal mask is aligned at the top left there too."""
+    importlib.import_module("cudnn")
+
+    def bind(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
+    ) -> Callable[[], torch.Tensor]:
+        return _built_once(lambda: cudnn_graph.Attention(q, k, v, causal).forward())
+
+    def backward(inputs: Inputs, causal: bool, dout: torch.Tensor) -> Callable[[], Any]:
+        return _built_once(lambda: cudnn_graph.Attention(*inputs, causal).backward(dout))
+
+    return Contender(name, bind, backward=backward)
+
+
+def _built_once(build: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+    """A launch that is built in its first call, so that who has no kernel fails there."""
+    built = cache(build)
+    return lambda: built()()
+
+
 def of_module(module: str, name: str) -> Contender:
     """A module's `flash_attn_func`."""
     return Contender(name, _flash(importlib.import_module(module).flash_attn_func))
@@ -149,6 +176,7 @@ def of_flex(name: str) -> Contender:
 
 PEERS = (
     Peer("cudnn", "cuDNN", "torch", partial(of_torch, SDPBackend.CUDNN_ATTENTION)),
+    Peer("cudnn-frontend", "cuDNN frontend", "nvidia-cudnn-frontend", of_cudnn),
     Peer("fa2", "FA2", "torch", partial(of_torch, SDPBackend.FLASH_ATTENTION)),
     Peer("fa3", "FA3", "fa3-fwd", partial(of_module, "fa3_fwd_interface")),
     Peer("fa4", "FA4", "flash-attn-4", partial(of_module, "flash_attn.cute")),

@@ -114,7 +114,7 @@ def _over_best(values: Mapping[str, float]) -> float | None:
 
 def speed(found: Mapping[str, Any]) -> Speed:
     """The row that `Speed.as_dict` wrote down."""
-    cell = Cell(**{name: found[name] for name in Cell.__dataclass_fields__})
+    cell = Cell(**{name: found[name] for name in Cell.__dataclass_fields__ if name in found})
     times = {
         name: Times(value["us"], *value["us_quartiles"])
         for name, value in found["contestants"].items()

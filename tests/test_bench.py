@@ -326,6 +326,89 @@ def test_flex_is_attention(causal: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     torch.testing.assert_close(out.double(), right, atol=1e-5, rtol=1e-5)
 
 
+class FakeCudnn:
+    """Stands in for cuDNN's frontend: graphs of one node, computed in float64 by definition.
+
+    It cannot show that cuDNN understands the graph, only that what goes in and comes out is right.
+    """
+
+    data_type = SimpleNamespace(BFLOAT16="bf16", HALF="fp16", FLOAT="fp32")
+    heur_mode = SimpleNamespace(A=0, FALLBACK=1)
+    create_handle = staticmethod(lambda: "handle")
+    set_stream = staticmethod(lambda handle, stream: None)
+
+    class Tensor:
+        def set_output(self, *_: Any) -> Any:
+            return self
+
+        set_dim = set_stride = set_data_type = set_output
+
+    class pygraph:
+        def __init__(self, **_: Any) -> None:
+            for name in ("validate", "build_operation_graph", "check_support", "build_plans"):
+                setattr(self, name, lambda: None)
+
+        def create_execution_plans(self, modes: list[int]) -> None:
+            assert modes == [0, 1]
+
+        def get_workspace_size(self) -> int:
+            return 8
+
+        def tensor(self, **_: Any) -> Any:
+            return FakeCudnn.Tensor()
+
+        def _node(self, kind: str, outputs: int, options: dict[str, Any]) -> list[Any]:
+            self.kind, self.options = kind, options
+            self.outputs = [FakeCudnn.Tensor() for _ in range(outputs)]
+            return self.outputs
+
+        def sdpa(self, **options: Any) -> Any:
+            assert options["generate_stats"]
+            return self._node("forward", 2, options)
+
+        def sdpa_backward(self, **options: Any) -> Any:
+            return self._node("backward", 3, options)
+
+        def execute(self, pack: Any, workspace: torch.Tensor, *, handle: str) -> None:
+            assert workspace.numel() == 8 and handle == "handle"
+            given = {name: pack.get(tensor) for name, tensor in self.options.items()}
+            q, k, v = (given[name].transpose(1, 2) for name in "qkv")
+            options = {"scale": self.options["attn_scale"]}
+            options["causal"] = self.options["use_causal_mask"]
+            if self.kind == "forward":
+                forward = exact_attention(q, k, v, **options)
+                results = forward.out.transpose(1, 2), forward.lse.unsqueeze(-1)
+            else:
+                dout, stats = given["dO"].transpose(1, 2), given["stats"].squeeze(-1)
+                forward = exact_attention(q, k, v, **options)
+                torch.testing.assert_close(stats, forward.lse.float())
+                torch.testing.assert_close(given["o"].transpose(1, 2), forward.out.to(q.dtype))
+                right = exact_gradients(dout, q, k, v, **options)
+                results = [g.transpose(1, 2) for g in (right.dq, right.dk, right.dv)]
+            for tensor, result in zip(self.outputs, results, strict=True):
+                pack[tensor].copy_(result)
+
+
+@pytest.mark.parametrize("which", ["fwd", "bwd"])
+def test_cudnn_by_its_frontend(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cudnn", FakeCudnn)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
+    cell = Cell(2, 40, 6, 2, 64, 32, True)
+    inputs = cell.inputs("cpu")
+    there = [contenders.of_cudnn("cuDNN frontend")]
+    for errors in accuracy.errors(cell, inputs, calls_of(there, inputs, True, which), which):
+        assert errors.rms["cuDNN frontend"] < 2**-8 * errors.size
+
+
+def test_decoding_reads_all_keys_for_one_query() -> None:
+    cell = PRESETS["decode"][0]
+    assert str(cell) == "64 x 1/4096 x 32/8 x 128 full"
+    assert cell.flops() == 64 * 32 * 4 * 4096 * 128
+    assert cell.bytes() == 64 * 2 * 2 * 128 * (32 + 8 * 4096)
+    shapes = [t.shape for t in replace(cell, batch=1, length=7).inputs("cpu")]
+    assert shapes == [(1, 1, 32, 128), (1, 7, 8, 128), (1, 7, 8, 128)]
+
+
 def test_a_sample_flushes_and_times_each_launch_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
 
@@ -400,6 +483,7 @@ def test_absent_peers_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     there, reasons = contenders.contenders()
     assert [contender.name for contender in there] == [OURS, "cuDNN", "FA2"]
     assert reasons == {
+        "cuDNN frontend": "no cudnn; install nvidia-cudnn-frontend to have it",
         "FA3": "no fa3_fwd_interface; install fa3-fwd to have it",
         "FA4": "no flash_attn.cute; install flash-attn-4 to have it",
     }
@@ -546,7 +630,11 @@ def test_without_matplotlib_the_numbers_remain(
     ("arguments", "status", "said"),
     [
         (["--lengths", "1k"], 2, "'1k' needs to be whole numbers with commas between"),
-        (["--peers", "fa3,fa5"], 2, "'fa5' needs to be some of cudnn, fa2, fa3, fa4, flex"),
+        (
+            ["--peers", "fa3,fa5"],
+            2,
+            "'fa5' needs to be some of cudnn, cudnn-frontend, fa2, fa3, fa4, flex",
+        ),
         (["--lengths", "7"], 1, "preset paper has no cell of these --lengths and --head-dims"),
     ],
 )

@@ -15,7 +15,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -88,7 +88,19 @@ def errors(case: Case, device: str, how: str, layout: str, seed: int) -> dict[st
     found = hopwell.backward(*given, forward.lse.float(), layout=layout, **options)
     if layout == "bhsd":
         found = tuple(tensor.transpose(1, 2) for tensor in found)
-    rowsum = (dout.double() * forward.out).sum(-1).transpose(1, 2)
+    return relative(found, right, forward.out, dout, inputs, options)
+
+
+def relative(
+    found: Iterable[torch.Tensor],
+    right: Gradients,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    options: dict[str, Any],
+) -> dict[str, float]:
+    """Relative errors of dq, dk and dv as `errors` says, `out` being float64's."""
+    rowsum = (dout.double() * out).sum(-1).transpose(1, 2)
     without = gradients(dout, *inputs, **options, dlse=rowsum)  # dlse takes D out of dS
     result: dict[str, float] = {}
     for ours, name in zip(found, NAMES, strict=True):
