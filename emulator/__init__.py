@@ -6,6 +6,16 @@ Knows nothing of attention: any function made by `cute.compile` runs, on CPU ten
 """
 
 from .report import Counters, Finding, KernelFault, Options, Report
-from .session import call, run, session
+from .session import call, emulate, run, session
 
-__all__ = ["Counters", "Finding", "KernelFault", "Options", "Report", "call", "run", "session"]
+__all__ = [
+    "Counters",
+    "Finding",
+    "KernelFault",
+    "Options",
+    "Report",
+    "call",
+    "emulate",
+    "run",
+    "session",
+]

@@ -30,6 +30,7 @@ class Barriers(Accesses):
             for barrier in self.mbar_inits:
                 barrier.fenced = True
             self.mbar_inits.clear()
+        if kind in ("proxy_async", "mbarrier_init", "proxy_release"):
             self.fenced_clock = self._release(m, None)
 
     fenced_clock: Clock | None = None
@@ -327,6 +328,7 @@ class Barriers(Accesses):
     def _flip(self, barrier: Mbarrier) -> None:
         if barrier.pending <= 0 and barrier.tx == 0:
             barrier.phase += 1
+            barrier.begun = False
             barrier.count -= barrier.drop
             barrier.drop = 0
             barrier.pending = barrier.count

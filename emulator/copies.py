@@ -1,4 +1,4 @@
-"""Asynchronous copies: TMA, bulk copies, cp.async and st.async."""
+"""Asynchronous writes: TMA, bulk copies, cp.async, st.async, and answers about other clusters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from . import tma
 from .barriers import Barriers
-from .lanes import BulkThread, Mask
+from .lanes import FULL, BulkThread, Mask
 from .memory import PARAM_TAG, UINT
 from .ptx import SHARED_BASE
 
@@ -58,16 +58,16 @@ class Copies(Barriers):
     def _box_granules(self, tensor: tma.TensorMap, address: int, cta: Cta, site: int) -> Any:
         """16-byte rows of shared memory that a box covers, in dense order."""
         offset = address & 0xFFFFFF
-        if offset < SHARED_BASE or offset + tensor.box_bytes > cta.shared.size:
+        if offset < SHARED_BASE or offset + tensor.smem_bytes > cta.shared.size:
             self.report(
                 "out of bounds",
-                f"a box of {tensor.box_bytes} bytes at byte "
+                f"a box of {tensor.smem_bytes} bytes at byte "
                 f"{offset - SHARED_BASE} of {cta.shared.size - SHARED_BASE} bytes of shared memory",
                 site,
                 fatal=True,
             )
         try:
-            return tma.swizzled(offset, tensor.box_bytes, tensor.swizzle, tensor.inner_bytes) >> 4
+            return tma.swizzled(offset, tensor.smem_bytes, tensor.swizzle, tensor.inner_bytes) >> 4
         except ValueError as error:
             self.report("misaligned", str(error), site, fatal=True)
             raise AssertionError from error
@@ -98,6 +98,7 @@ class Copies(Barriers):
             frontier = min(barrier.issued) - 1 if barrier.issued else barrier.last
             barrier.clock = self.clocks.mark(barrier.clock, barrier.agent, frontier)
         barrier.tx -= nbytes
+        barrier.begun = True
         self._flip(barrier)
 
     def _one(self, lane: int) -> tuple[int, int]:
@@ -122,10 +123,12 @@ class Copies(Barriers):
                 targets = [(where, bar)]
             else:
                 bits = self._at(multicast, lane)
+                ranks = [r for r in range(16) if bits >> r & 1]
+                # A pair may signal one of its two: that on the side of the given one.
+                signalled = [r & ~1 | bar >> 24 & 1 if pair else r for r in ranks]
                 targets = [
-                    (r << 24 | where & 0xFFFFFF, r << 24 | bar & 0xFFFFFF)
-                    for r in range(16)
-                    if bits >> r & 1
+                    (r << 24 | where & 0xFFFFFF, to << 24 | bar & 0xFFFFFF)
+                    for r, to in zip(ranks, signalled, strict=True)
                 ]
             if self.counting:
                 region = tma.global_footprint(tensor, at)
@@ -412,8 +415,63 @@ class Copies(Barriers):
                 )
             for work in [w for group in thread.groups for w in group] + thread.open:
                 work()
+            if thread.used:
+                self.clocks.issue(thread.agent)  # the next CTA has seen its end
         if self.check and (self.hot_acc or self.open_group.accumulators):
             self.machine.report("unfinished wgmma", "the CTA ends while a wgmma is in flight", -1)
+        for pipe in self.pipes.values():
+            self.clocks.issue(pipe.agent)
+
+    # Cluster launch control ----------------------------------------------------------------------
+
+    def try_cancel(self, response: Any, barrier: Any, everywhere: bool, m: Mask, site: int) -> None:
+        """Takes a cluster off the grid that has not started, and says which.
+
+        A response is the first CTA's x, y, z and 1, or four words that are no index and 0.
+        """
+        cluster = self.cta.cluster
+        for lane in self._active(m).tolist():
+            where, bar = self._at(response, lane), self._at(barrier, lane)
+            if where % 16:
+                self.report("misaligned", "a response of 16 bytes needs 16-byte alignment", site)
+            if everywhere and not all(cta.live for cta in cluster.ctas):
+                self.report("undefined", "a CTA that is to get the response has exited", site)
+            arrivals = []
+            for rank in range(len(cluster.ctas)) if everywhere else [where >> 24]:
+                spot, there = rank << 24 | where & 0xFFFFFF, rank << 24 | bar & 0xFFFFFF
+                cta = cluster.ctas[rank]
+                rows = self._bulk_rows(cta, spot, 16, site)
+                owner, object_ = self._mbarrier(there, site, everywhere)
+                self._agent_of(owner, object_, there & 0xFFFFFF)
+                epoch = self._issue(object_)
+                if self.check:
+                    self._sees_init(object_, self._only(lane), site)
+                    self._async_write(cta, rows, object_, epoch, lane, site)
+                arrivals.append((cta, rows, object_, epoch))
+            if self.check:
+                self._not_refused(lane, site)
+            self._start(self._cancel(arrivals))
+
+    def _not_refused(self, lane: int, site: int) -> None:
+        agent, epoch = self.cta.refused
+        if agent >= 0 and self.clocks.rows[self._one(lane)[0], 0, agent] >= epoch:
+            self.report(
+                "undefined",
+                "this CTA asks for another cluster after it was told that there is none",
+                site,
+            )
+
+    def _cancel(self, arrivals: list[tuple[Cta, slice, Mbarrier, int]]) -> Callable[[], None]:
+        def work() -> None:
+            first = self.machine.cancel()
+            words = np.array([*first, 1] if first else [FULL, FULL, FULL, 0], np.uint32)
+            for cta, rows, barrier, epoch in arrivals:
+                cta.shared.bytes[rows.start * 16 : rows.stop * 16] = words.view(np.uint8)
+                if first is None:
+                    cta.refused = (barrier.agent, epoch)
+                self._complete(barrier, epoch, 16)
+
+        return work
 
     # cp.async ------------------------------------------------------------------------------------
 

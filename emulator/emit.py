@@ -148,7 +148,7 @@ class Emitter:
         sources = tuple(self.source(t, v) for t, v in srcs)
         letter = self.destination(type_, dst)
         name, direct, options = code, False, ""
-        if letter == LETTER.get(type_) != "X" and any(kind != "c" for kind, _ in sources):
+        if letter == LETTER.get(type_) and any(kind != "c" for kind, _ in sources):
             found = _DIRECT.fullmatch(code)
             if found and isinstance(getattr(np, found.group(1), None), np.ufunc):
                 name, direct, options = found.group(1), True, found.group(2)

@@ -45,6 +45,8 @@ _WIDE = {
     "mad": "ops.wide_fma({0}, {1}, {2})",
 }
 _NAN = {"min": "ops.fmin({0}, {1}, minimum)", "max": "ops.fmax({0}, {1}, maximum)"}
+# Of min and max of two and of three sources: modifiers that go together.
+_SIGNS = {2: (set(), {"abs", "xorsign"}), 3: (set(), {"abs"})}
 _HALF_OPS = ("add", "sub", "mul", "fma", "min", "max", "neg", "abs", "ex2", "tanh")
 _INTEGER_OPS = {
     "add": "add({0}, {1})",
@@ -77,12 +79,19 @@ def _special(e: Emitter, dst: Operand, *args: Operand) -> None:
 
 def _float(e: Emitter, type_: str, dst: Operand, args: tuple[Operand, ...]) -> None:
     value, modifiers = _FLOAT_OPS[e.head]
-    if len(args) != value.count("{") and not (len(args) == 3 and e.head in ("min", "max")):
+    three = len(args) == 3 and type_ == "f32" and e.head in ("min", "max")
+    if len(args) != value.count("{") and not three:
         raise Unknown
+    if type_ == "f32x2" and e.head not in ("add", "sub", "mul", "fma"):
+        raise Unknown
+    if type_ in ("f64", "f32x2"):
+        modifiers = modifiers.replace("sat", "")
     if type_ == "f64":
-        modifiers = modifiers.replace("ftz", "").replace("sat", "")
+        modifiers = modifiers.replace("ftz", "")
     rounding = e.one_of(*_ROUNDINGS) if "rounding" in modifiers else ""
     flags = {name for name in modifiers.split() if e.flag(name)}
+    if e.head in ("min", "max") and {"abs", "xorsign"} & flags not in _SIGNS[len(args)]:
+        raise Unknown
     types = [type_] * len(args)
     holes = [f"{{{i}}}" for i in range(len(args))]
     if type_ in ("f16", "bf16") and e.head in ("add", "sub", "fma") and e.flag("f32"):
@@ -90,6 +99,8 @@ def _float(e: Emitter, type_: str, dst: Operand, args: tuple[Operand, ...]) -> N
         widen = {"f16": "f32({})", "bf16": "ops.bf16_to_f32({})"}[type_]
         holes[:-1] = [widen.format(hole) for hole in holes[:-1]]
         types[-1] = type_ = "f32"
+        if "ftz" in flags:
+            raise Unknown
     if type_ in _HALVES:
         return _half(e, type_, dst, args, rounding, flags)
     directed = rounding in _ROUNDINGS[1:]
@@ -98,7 +109,10 @@ def _float(e: Emitter, type_: str, dst: Operand, args: tuple[Operand, ...]) -> N
             raise Unknown
         code = f"ops.exact64('{e.head.replace('mad', 'fma')}', '{rounding}', {', '.join(holes)})"
         return e.pure(code, type_, dst, [(type_, a) for a in args])
-    if directed:
+    if directed and e.head in ("add", "sub"):
+        name = {"add": "directed_add", "sub": "directed_subtract"}[e.head]
+        value = f"ops.{name}({{0}}, {{1}}, '{rounding}')"
+    elif directed:
         value = _WIDE.get(e.head) or f"{value[:-1]}, dtype=f64)"
         if rounding == "rm" and e.head in _WIDE:
             value = f"{value[:-1]}, down=True)"
@@ -536,6 +550,10 @@ def _mov(e: Emitter, dst: Operand, src: Operand) -> None:
 
 
 def _unpack(e: Emitter, type_: str, dst: tuple[Operand, ...], src: Operand) -> None:
+    if BITS[type_] == 64 and len(dst) == 2 and e.registers.get(str(src)) == "b64":
+        for part, half in zip(dst, ("b64.lo", "b64.hi"), strict=True):
+            e.pure("{0}", "b32", part, [(half, src)])
+        return
     bits = BITS[type_] // len(dst)
     for i, part in enumerate(dst):
         code = f"({{0}} >> {bits * i}) & {(1 << bits) - 1}" if i else f"{{0}} & {(1 << bits) - 1}"
@@ -548,6 +566,10 @@ def _pack(e: Emitter, type_: str, dst: Operand, src: tuple[Operand, ...]) -> Non
         parts = [s & ((1 << bits) - 1) for s in src if isinstance(s, int)]
         value = sum(part << (bits * i) for i, part in enumerate(parts))
         return e.pure("{0}", type_, dst, [(type_, value)])
+    if BITS[type_] == 64 and len(src) == 2:
+        for part, half in zip(src, ("b64.lo", "b64.hi"), strict=True):
+            e.pure("{0}", half, dst, [("b32", part)])
+        return None
     terms = []
     for i in range(len(src)):
         hole = f"u{BITS[type_]}({{{i}}})"
@@ -637,6 +659,12 @@ _PACKED = {
     "e2m1x2": 4,
     "ue8m0x2": 8,
 }
+# How two floats are rounded to them, where not to nearest alone.
+_PACKED_ROUNDINGS = {
+    "f16x2": ("rn", "rz", "rs"),
+    "bf16x2": ("rn", "rz", "rs"),
+    "ue8m0x2": ("rz", "rp"),
+}
 
 
 def _limits(signed: bool, bits: int) -> str:
@@ -709,24 +737,32 @@ def _cvt_float(e: Emitter, to: str, from_: str) -> tuple[str, str]:
 
 
 def _cvt_packed(e: Emitter, dst: Operand, to: str, from_: str, args: tuple[Operand, ...]) -> None:
-    """Two floats into one word: the first one on top, or both from another such word."""
-    rounding = e.need("rn", "rz")
-    relu, saturated = e.flag("relu"), e.flag("satfinite")
-    if to == "ue8m0x2" or (_PACKED[to] < 16 and not saturated):
+    """Two floats into one word: the first one on top, or both from another such word.
+
+    To round stochastically (rs) takes random bits: 16 a half, of which f16 takes the lower 13.
+    """
+    rounding = e.need(*_PACKED_ROUNDINGS.get(to, ("rn",)))
+    relu, saturated = to != "ue8m0x2" and e.flag("relu"), e.flag("satfinite")
+    if _PACKED[to] < 16 and to != "ue8m0x2" and not saturated:
         raise Unknown
     if from_ in _PACKED:
-        word, count = f"b{2 * _PACKED[from_]}", 1
+        words = [f"b{2 * _PACKED[from_]}"]
         values = [f"ops.half({{0}}, '{from_}', {i})" for i in (1, 0)]
     else:
-        word, count = {"f32": "f32"}[from_], 2
+        words = {"f32": ["f32", "f32"]}[from_]
         values = ["{0}", "{1}"]
-    if len(args) != count:
+    if rounding == "rs":
+        if from_ != "f32":
+            raise Unknown
+        words.append("b32")
+    if len(args) != len(words):
         raise Unknown
     if relu:
         values = [f"ops.relu({v})" for v in values]
     high, low = values
-    code = f"ops.encode_pair({high}, {low}, '{to[:-2]}', '{rounding}', {saturated})"
-    e.pure(code, f"b{2 * _PACKED[to]}", dst, [(word, a) for a in args])
+    random = ", {2}" if rounding == "rs" else ""
+    code = f"ops.encode_pair({high}, {low}, '{to[:-2]}', '{rounding}', {saturated}{random})"
+    e.pure(code, f"b{2 * _PACKED[to]}", dst, list(zip(words, args, strict=True)))
 
 
 def _cvt_pack(e: Emitter, dst: Operand, args: tuple[Operand, ...]) -> None:

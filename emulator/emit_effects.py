@@ -210,12 +210,19 @@ def _fence(e: Emitter, *tensor_map: Operand) -> None:
 
 
 def _fence_proxy(e: Emitter, tensor_map: tuple[Operand, ...]) -> None:
-    proxy = e.need("async", "tensormap::generic", "alias")
+    if tensor_map and "tensormap::generic" not in e.parts:
+        raise Unknown
+    proxy = e.need("async", "async::generic", "tensormap::generic", "alias")
+    if proxy == "async::generic":  # one before a relaxed arrival, one behind its wait
+        kind, space = {"release": ("proxy_release", "cta"), "acquire": ("proxy_async", "cluster")}[
+            e.need("acquire", "release")
+        ]
+        e.need(f"sync_restrict::shared::{space}")
+        e.need("cluster")
+        return e.effect(f"fence('{kind}', {{m}}, {e.site})")
     if proxy == "tensormap::generic":  # a kernel cannot change a tensor map here
         e.need("acquire", "release")
         e.need(*_SCOPES)
-    elif tensor_map:
-        raise Unknown
     space = e.one_of("global", "shared::cta", "shared::cluster") if proxy == "async" else ""
     shared = proxy == "async" and space != "global"
     e.effect(f"fence('{'proxy_async' if shared else proxy}', {{m}}, {e.site})")
@@ -487,6 +494,39 @@ def _cp_tensor(e: Emitter, kind: str, operands: tuple[Operand, ...]) -> None:
     )
 
 
+# Cluster launch control --------------------------------------------------------------------------
+
+
+@op("clusterlaunchcontrol")
+def _clusterlaunchcontrol(e: Emitter, *operands: Operand) -> None:
+    e.need("b128")
+    if e.need("try_cancel", "query_cancel") == "query_cancel":
+        return _query_cancel(e, *operands)
+    e.need("async")
+    e.need("mbarrier::complete_tx::bytes")
+    everywhere, space = e.flag("multicast::cluster::all"), e.space()
+    where, barrier = (e.shared_address(operand, space) for operand in operands)
+    e.effect(f"try_cancel({where}, {barrier}, {everywhere}, {{m}}, {e.site})")
+
+
+def _query_cancel(e: Emitter, dst: Operand, response: Operand) -> None:
+    """What `Copies.try_cancel` has written: x, y, z, and whether they are a cancelled cluster's."""
+    low, high = e.halves(response)
+    words = [("b64.lo", low), ("b64.hi", low), ("b64.lo", high)]
+    if e.flag("is_canceled"):
+        e.need("pred")
+        return e.pure("{0} != 0", "pred", dst, [("b64.hi", high)])
+    e.need("b32")
+    axis = e.one_of(*(f"get_first_ctaid::{a}" for a in "xyz"))
+    if axis:
+        return e.pure("{0}", "b32", dst, [words["xyz".index(axis[-1])]])
+    e.need("get_first_ctaid")
+    e.need("v4")
+    *targets, _ = vector(dst)
+    for target, word in zip(targets, words, strict=True):
+        e.pure("{0}", "b32", target, [word])
+
+
 # Tensor cores ------------------------------------------------------------------------------------
 
 
@@ -604,11 +644,20 @@ def _vote(e: Emitter, dst: Operand, predicate: Operand, members: Operand) -> Non
     e.effect(*_converge(e, members), *e.results({f"{LETTER[type_]}:{dst}": call}))
 
 
+_REDUCTIONS = {
+    "u32": ("add", "min", "max"),
+    "s32": ("add", "min", "max"),
+    "b32": ("and", "or", "xor"),
+    "f32": ("min", "max"),
+}
+
+
 @op("redux")
 def _redux(e: Emitter, dst: Operand, value: Operand, members: Operand) -> None:
     e.need("sync")
-    type_, kind = e.type(), e.need("add", "min", "max", "and", "or", "xor")
-    magnitude, nan = e.flag("abs"), e.flag("NaN")
+    type_ = e.type()
+    kind = e.need(*_REDUCTIONS[type_])
+    magnitude, nan = (type_ == "f32" and e.flag(name) for name in ("abs", "NaN"))
     call = (
         f"redux('{kind}', {e.text(type_, value)}, {e.text('u32', members)}, {{m}}, {nan}, "
         f"{magnitude})"

@@ -84,6 +84,9 @@ _TABLES: dict[str, NDArray[np.float32]] = {
     "e2m3": FORMATS["e2m3"].values(),
     "e3m2": FORMATS["e3m2"].values(),
     "e2m1": FORMATS["e2m1"].values(),
+    # Scale factors, without sign: bit 7 of ue4m3 is ignored, the top value of ue8m0 is NaN.
+    "ue4m3": np.tile(_e4m3_table()[:128], 2),
+    "ue8m0": np.append(np.ldexp(1.0, np.arange(255) - 127), np.nan).astype(np.float32),
 }
 
 
@@ -91,9 +94,9 @@ def to_f32(raw: np.ndarray, dtype: str) -> NDArray[np.float32]:
     """The values a tensor core sees in raw bits; tf32 ignores the low 13 bits of the word.
 
     Args:
-        raw: unsigned integers of `RAW[dtype]` (u8 for the formats below 8 bits), any shape and
-            strides.
-        dtype: a key of `RAW` or `FORMATS`.
+        raw: unsigned integers of `RAW[dtype]` (u8 for the formats below 8 bits and for scale
+            factors), any shape and strides.
+        dtype: a key of `RAW` or `FORMATS`, ue4m3 or ue8m0.
 
     Returns:
         f32 of the same shape, C-contiguous, never an alias of `raw`.
@@ -141,14 +144,19 @@ WHOLE: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
 
 
 def from_f64(
-    values: NDArray[np.float64], dtype: str, rounding: str = "rn", saturate: bool = False
+    values: NDArray[np.float64],
+    dtype: str,
+    rounding: str = "rn",
+    saturate: bool = False,
+    random: NDArray[np.float64] | float = 0.0,
 ) -> NDArray[np.uint32]:
     """Rounds to a narrower format, once.
 
     Args:
         values: any shape.
         dtype: a key of `FORMATS`.
-        rounding: a key of `WHOLE`.
+        rounding: a key of `WHOLE`, or "rs": up (in magnitude) if with `random`, in [0, 1), what is
+            cut off comes to a unit in the last place.
         saturate: what is too large becomes the largest finite value, infinity too.
 
     Returns:
@@ -158,7 +166,9 @@ def from_f64(
     finite = np.where(np.isfinite(values), values, 0.0)
     exponent = np.where(finite == 0, to.lowest, np.maximum(np.frexp(finite)[1] - 1, to.lowest))
     # A power of two scales exactly. What rounds up to the next one carries into the exponent.
-    steps = WHOLE[rounding](np.ldexp(finite, to.mantissa - exponent))
+    steps = np.ldexp(finite, to.mantissa - exponent)
+    steps = np.abs(steps) + random if rounding == "rs" else steps
+    steps = WHOLE["rm" if rounding == "rs" else rounding](steps)
     bits = np.abs(steps).astype(np.int64) + ((exponent - to.lowest).astype(np.int64) << to.mantissa)
     negative = np.signbit(values)
     inward = np.where(negative, rounding in ("rz", "rp"), rounding in ("rz", "rm"))

@@ -14,6 +14,11 @@ import numpy as np
 # Sixteen opaque bytes. complex128 is the only plain NumPy type of that size; nobody computes in it.
 GRANULE = np.dtype(np.complex128)
 
+# Bytes of a line that each mode of `swizzle` permutes.
+PITCH = (16, 32, 64, 128, 128)
+WIDE = 4  # the mode that keeps 32 bytes together
+_PERMUTED = ((0, 4), (1, 4), (3, 4), (7, 4), (3, 5))  # by mode: a mask of lines, the lowest bit
+
 # An address, or an integer array of addresses.
 Address = TypeVar("Address", int, np.ndarray)
 
@@ -24,9 +29,12 @@ def swizzle(address: Address, mode: int) -> Address:
     Args:
         address: byte address(es) before swizzling. The pattern belongs to the address space, not to
             the tile: a tile that starts inside a pattern continues it.
-        mode: 0 none, 1/2/3 for patterns of 32/64/128 bytes (the number of address bits permuted).
+        mode: 0 none, 1/2/3 for patterns of 32/64/128 bytes (the number of address bits permuted),
+            4 for one of 128 bytes that keeps pairs of granules together.
 
     Returns:
-        Byte address(es): bits 4.. are XORed with the `mode` bits from bit 7 on.
+        Byte address(es): bits 4.. are XORed with the `mode` bits from bit 7 on; in mode 4, bits
+        5.. with two bits.
     """
-    return address ^ (((address >> 7) & ((1 << mode) - 1)) << 4)
+    mask, lowest = _PERMUTED[mode]
+    return address ^ (((address >> 7) & mask) << lowest)

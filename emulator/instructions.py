@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from . import tensor_core
 from .checker import Conflict
-from .copies import Copies
 from .lanes import FULL, Mask, WgmmaGroup
-
-if TYPE_CHECKING:
-    pass
-
+from .tcgen05 import Tcgen05
 
 _ITEM = {"bf16": 2, "f16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
 
 
-class Instructions(Copies):
+class Instructions(Tcgen05):
     """Every effect of one unit's instructions; `machine.Unit` is the only subclass."""
 
     # Tensor cores --------------------------------------------------------------------------------
 
     def touch(self, reads: int, writes: int, site: int) -> None:
-        """Ordinary instructions touch registers that wgmma also uses."""
+        """Ordinary instructions touch registers that wgmma or tcgen05.ld also use."""
         self.dirty |= reads | writes
+        if self.loads & (reads | writes):
+            self._use_loads(reads | writes, site)
         if (self.hot_acc & (reads | writes)) or (self.hot_src & writes):
             hot_acc, hot_src = self._in_flight(min(self.wgmma_waited[w] for w in self.group.warps))
             steps = self.program.touches.get(site, [(reads, writes, site)])

@@ -20,6 +20,7 @@ from .memory import PARAM_WINDOW
 
 if TYPE_CHECKING:
     from .machine import Cta, Group, Machine, Mbarrier, Wait
+    from .tcgen05 import Batch
 
 Mask = NDArray[np.bool_] | None
 FULL = 0xFFFFFFFF
@@ -46,6 +47,17 @@ class WgmmaGroup:
     accumulators: int = 0
     sources: int = 0
     work: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass
+class Pipe:
+    """The tensor-core instructions of one thread, which complete in the order of their issue."""
+
+    agent: int
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+    def advance(self) -> None:
+        self.waiting.pop(0)()
 
 
 class Lanes:
@@ -80,13 +92,20 @@ class Lanes:
         self._bits: dict[tuple[int, ...], tuple[int, int]] = {}
         self._shuffles: dict[tuple, NDArray[np.intp]] = {}
         self._leaders = (self.lane_id * 0, self.lane_id == 0)
+        # Tensor memory: the address of each lane's quarter, and who reaches each 16 lanes of it.
+        self._quarters = (np.arange(self.lanes, dtype=np.uint32) & 96) << 16
+        warps = np.minimum(np.arange(8) // 2, self.warp_count - 1)
+        self._eighths = self.warp0 + warps
+        self.tmem_agents = {
+            kind: np.array([self._warp_agent(kind, w) for w in warps]) for kind in ("ld", "st")
+        }
 
     def begin(self, registers: int) -> None:
         """A new CTA starts on this unit."""
         self.exited = ~self._exists()
         self.some_exited = bool(self.exited.any())
         self.registers = [registers] * self.warp_count
-        self.dirty = (1 << len(self.program.tracked)) - 1  # registers touched since wgmma.fence
+        self.dirty = (1 << self.program.bits) - 1  # registers touched since wgmma.fence
         self.flight: list[WgmmaGroup] = []
         self.open_group = WgmmaGroup()
         self.hot_acc = self.hot_src = 0
@@ -94,6 +113,11 @@ class Lanes:
         self.wgmma_waited = [0] * self.warp_count  # groups that each warp has seen end
         self.wgmma_epoch0 = 0
         self.bulk: dict[tuple[int, int], BulkThread] = {}
+        # Each warp's tcgen05.ld in flight: registers and epoch; and the registers of all.
+        self.loading: list[list[tuple[int, int]]] = [[] for _ in self.all_warps]
+        self.loads = 0
+        self.pipes: dict[int, Pipe] = {}
+        self.batch: Batch | None = None  # products taken up but not issued
         self.cp_committed = 0
         self.cp_open: list[Callable[[], None]] = []
         self.cp_groups: list[list[Callable[[], None]]] = []
@@ -110,6 +134,12 @@ class Lanes:
     def _exists(self) -> NDArray[np.bool_]:
         threads = int(np.prod(self.machine.launch.block))
         return self.first + np.arange(self.lanes) < threads
+
+    def _warp_agent(self, kind: str, warp: int) -> int:
+        """The tcgen05 loads (ld) or stores (st) of one of the unit's warps."""
+        return self.clocks.agent(
+            (kind, self.warp0 + warp), f"tcgen05.{kind} of warp {self.first // 32 + warp}"
+        )
 
     # Reports and small helpers -------------------------------------------------------------------
 
@@ -364,7 +394,11 @@ class Lanes:
         lanes = self._active(m)
         for w in self._warps(m):
             mine = lanes[lanes // 32 == w]
-            out[mine] = fold.reduce(value[mine], dtype=value.dtype)
+            found = fold.reduce(value[mine], dtype=value.dtype)
+            if value.dtype.kind == "f" and found == 0:  # -0 is below +0, which NumPy leaves open
+                signs = np.signbit(value[mine][value[mine] == 0])
+                found = -0.0 if (signs.any() if op == "min" else signs.all()) else 0.0
+            out[mine] = found
         return out
 
     def match(

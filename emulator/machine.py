@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from . import mufu, ops
 from .checker import Clock, Clocks, Shadow
 from .instructions import Instructions
-from .loader import Launch
+from .loader import Launch, device_of
 from .memory import GlobalMemory, SharedMemory
 from .ptx import SHARED_BASE, Instruction, Param
 from .report import Counters, Finding, Options, Stop
 from .steps import BANK, DTYPE
+from .tensor_memory import TensorMemory
 from .translate import Program, program
 
 STALL = object()
@@ -74,6 +75,7 @@ class Mbarrier:
     agent: int = -1  # of the copies that arrive here
     issued: list[int] = field(default_factory=list)  # epochs of copies still to complete
     last: int = 0  # epoch of the last copy issued
+    begun: bool = False  # some bytes of this phase have come
 
 
 @dataclass(slots=True)
@@ -116,18 +118,23 @@ class Cta:
         self.units = [
             Unit(self, first, min(128, threads - first)) for first in range(0, threads, 128)
         ]
+        self.tensor_memory = TensorMemory()
         self.index = (0, 0, 0)
         self.settled = True  # kernels before this one have ended, for this CTA
         self.pool = 0  # registers of the SM's file that setmaxnreg can hand out
         self.live = threads
+        # Agent and epoch of the answer that there is no cluster left to cancel.
+        self.refused: tuple[int, int] = (-1, 0)
 
     def start(self, index: tuple[int, int, int]) -> None:
         self.index = index
         self.shadow.clear()
+        self.tensor_memory.start()
         self.mbarriers.clear()
         self.named = [NamedBarrier() for _ in range(16)]
         threads = int(np.prod(self.cluster.machine.launch.block))
         self.live = threads
+        self.refused = (-1, 0)
         self.settled = not self.cluster.machine.launch.programmatic
         entry = min(255, REGISTER_FILE // threads // 8 * 8)
         self.pool = REGISTER_FILE - entry * threads
@@ -152,6 +159,9 @@ class Cluster:
         self.version = 0  # counts changes that a waiting group may be waiting for
         self.pending: list[Callable[[], None]] = []  # asynchronous work held back
         self.barrier = ClusterBarrier()
+        # Of each CTA by rank: columns that tcgen05.alloc asks for, and where it gets them.
+        self.tmem_asking: dict[int, int] = {}
+        self.tmem_granted: dict[int, int] = {}
         self.ctas = [Cta(self, rank) for rank in range(size)]
         self.running = False
 
@@ -160,6 +170,8 @@ class Cluster:
         cx, cy, _ = self.machine.launch.cluster
         self.barrier = ClusterBarrier()
         self.pending.clear()
+        self.tmem_asking.clear()
+        self.tmem_granted.clear()
         self.clocks.start(0, self.warps)
         for rank, cta in enumerate(self.ctas):
             at = (rank % cx, rank // cx % cy, rank // (cx * cy))
@@ -196,8 +208,16 @@ class Cluster:
         for cta in self.ctas:
             for unit in cta.units:
                 unit.exit_checks()
+            for column, (count, site) in cta.tensor_memory.owned.items():
+                self.machine.report(
+                    "tensor memory leak",
+                    f"CTA {cta.index} ends and still holds {count} columns of tensor memory from "
+                    f"{column} on",
+                    site,
+                )
             for address, barrier in cta.mbarriers.items():
-                if barrier.tx:
+                # Proven pipelines end with an acquire that announces a load nobody makes.
+                if barrier.tx < 0 or (barrier.tx and barrier.begun):
                     self.machine.report(
                         "barrier misuse",
                         f"mbarrier {address:#x} of CTA {cta.index} ends with {barrier.tx} bytes "
@@ -222,6 +242,7 @@ class Machine:
         self.eager = options.order == "eager"
         self.cell_bytes = _smallest_shared_access(kernel.instructions)
         self.barrier_sites: dict[int, int] = {}
+        self.cta_group: tuple[bool, int] | None = None  # whether tcgen05 works on pairs; first site
         self.parameters = b"".join(
             _padded(ctypes.string_at(address, param.size), kernel.params, i)
             for i, (address, param) in enumerate(zip(launch.args, kernel.params, strict=True))
@@ -230,6 +251,7 @@ class Machine:
         self.clock = 0
         self.spins = 0  # rounds in which units moved and nothing changed
         self.slots: list[Cluster] = []
+        self.waiting: list[tuple[int, int, int]] = []  # first CTAs of clusters, the next one last
         self.stopped = False  # at a finding after which nothing more can be said
 
     def report(self, kind: str, message: str, site: int, fatal: bool = False) -> None:
@@ -278,7 +300,7 @@ class Machine:
                 fatal=True,
             )
         grid, size = self.launch.grid, self.launch.cluster
-        waiting = [
+        self.waiting = waiting = [
             (x, y, z)
             for z in range(0, grid[2], size[2])
             for y in range(0, grid[1], size[1])
@@ -292,12 +314,7 @@ class Machine:
         while True:
             running = [slot for slot in slots if slot.running]
             if waiting and (not running or idle):
-                slot = next((s for s in slots if not s.running), None)
-                if slot is None:
-                    slot = Cluster(self)
-                    slots.append(slot)
-                slot.start(waiting.pop())
-                running.append(slot)
+                running.append(self._start_cluster())
             elif not running:
                 return
             elif idle > 3:
@@ -313,6 +330,25 @@ class Machine:
             idle = idle + 1 if not moved else (1 if self.spins > 8 and waiting else 0)
             if self.spins > 5000:
                 self._deadlock(running)
+
+    def _start_cluster(self) -> Cluster:
+        slot = next((s for s in self.slots if not s.running), None)
+        if slot is None:
+            slot = Cluster(self)
+            self.slots.append(slot)
+        slot.start(self.waiting.pop())
+        return slot
+
+    def cancel(self) -> tuple[int, int, int] | None:
+        """Takes the next cluster off the grid: its first CTA, or None if all have started.
+
+        In random order some start before they can be cancelled, and some requests fail, as they do
+        where a kernel of higher priority waits for the SM.
+        """
+        chance = self.random.random() if self.random else 1.0
+        if self.waiting and chance < 0.2:
+            self._start_cluster()
+        return self.waiting.pop() if self.waiting and chance >= 0.1 else None
 
     def _deadlock(self, running: list[Cluster]) -> None:
         stood: list[tuple[bool, int, str]] = []  # (someone may help, site, description)
@@ -406,7 +442,8 @@ class Unit(Instructions):
             "D": np.zeros((size["D"], self.lanes), np.uint64),
         }
         self.views = {letter: banks[BANK[letter]].view(dtype) for letter, dtype in DTYPE.items()}
-        self.views["X"] = banks["D"].view(np.float32).reshape(size["D"], self.lanes, 2)
+        words = banks["D"].view(np.uint32).reshape(size["D"], self.lanes, 2)
+        self.views |= {"X": words.view(np.float32), "L": words[..., 0], "T": words[..., 1]}
         space = dict(ops.NAMES)
         space |= {f"{letter}_all": view for letter, view in self.views.items()}
         arithmetic = _EXACT_OPS if self.machine.options.exact else ops
@@ -430,7 +467,12 @@ class Unit(Instructions):
             space[f"nclusterid_{a}"] = launch.grid[axis] // launch.cluster[axis]
         space["cluster_nctarank"] = int(np.prod(launch.cluster))
         space["is_explicit_cluster"] = launch.cluster != (1, 1, 1)
-        space |= {"nwarpid": self.cta.cluster.warps_per_cta, "smid": 0, "nsmid": 132, "gridid": 0}
+        space |= {
+            "nwarpid": self.cta.cluster.warps_per_cta,
+            "smid": 0,
+            "nsmid": device_of(self.program.kernel.arch).sms,
+            "gridid": 0,
+        }
         space |= {"dynamic_smem_size": launch.smem_bytes, "total_smem_size": launch.smem_bytes}
         one = np.uint32(1)
         below = (one << self.lane_id) - one

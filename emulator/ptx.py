@@ -114,9 +114,14 @@ _LINE_DIRECTIVES = (".version", ".target", ".address_size", ".loc ", ".loc\t", "
 STOPS = (
     *("bar.", "barrier.", "mbarrier.try_wait", "mbarrier.test_wait", "setmaxnreg.", "nanosleep"),
     *("shfl.", "vote.", "redux.", "match.", "elect.", "activemask"),
-    *("wgmma.", "mma.", "tcgen05.", "ldmatrix.", "stmatrix.", "movmatrix."),
+    *("wgmma.", "mma.", "ldmatrix.", "stmatrix.", "movmatrix."),
+    *("tcgen05.alloc", "tcgen05.dealloc", "tcgen05.relinquish", "tcgen05.ld", "tcgen05.st"),
+    "tcgen05.wait",
 )
-_WHOLE_WARP = ("ldmatrix.", "stmatrix.", "movmatrix.")
+_WHOLE_WARP = (
+    *("ldmatrix.", "stmatrix.", "movmatrix."),
+    *("tcgen05.dealloc", "tcgen05.relinquish", "tcgen05.ld", "tcgen05.st", "tcgen05.wait"),
+)
 _MEMBERS = ("shfl.", "vote.", "redux.", "match.", "elect.", "bar.warp.")  # mask is the last operand
 _JUMPS = ("bra", "ret", "exit", "trap", "brx")
 

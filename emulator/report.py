@@ -24,6 +24,8 @@ class Options:
         max_findings: stop the launch after so many.
         exact: sum 16-bit products on the tensor cores, and interpolate 2**x, as the hardware does,
             cutting off where it does; slower.
+        strict: report also what PTX forbids and processors are known to bear: registers of a
+            tcgen05.ld that are used before tcgen05.wait::ld.
     """
 
     check: bool = True
@@ -33,6 +35,7 @@ class Options:
     raise_on_fault: bool = True
     max_findings: int = 20
     exact: bool = False
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Counters:
     shared_read_bytes: int = 0
     shared_write_bytes: int = 0
     bank_conflicts: int = 0  # extra passes of shared-memory accesses by lanes
+    tmem_read_bytes: int = 0  # tensor memory, by loads and as operands of the tensor cores
+    tmem_write_bytes: int = 0
     tensor_flops: int = 0
     tensor_clocks: int = 0  # summed over CTAs, of one SM's tensor cores
     warps: dict[int, dict[str, int]] = field(default_factory=dict)

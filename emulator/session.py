@@ -114,6 +114,17 @@ def session(options: Options | None = None) -> Iterator[Session]:
         _active.reset(token)
 
 
+@contextlib.contextmanager
+def emulate(arch: str, options: Options | None = None) -> Iterator[Session]:
+    """A session in which functions are compiled for `arch`, such as "sm_100a", and see its GPU.
+
+    Raises:
+        ValueError: there is no such GPU here.
+    """
+    with loader.device(arch), session(options) as made:
+        yield made
+
+
 def call(function: Any, *args: Any, outputs: Iterable[Tensor] = ()) -> Any:
     """Calls a compiled CuTe-DSL function on CPU tensors, in the session of this thread.
 

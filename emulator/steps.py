@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# A view letter names a bank of rows and the type they are seen as. X: pairs of f32 in a D row.
+# A view letter names a bank of rows and the type they are seen as. X: pairs of f32 in a D row;
+# L and T: the low and the top 32 bits of one.
 BANK = {
     **dict.fromkeys("p", "P"),
     **dict.fromkeys("hje", "H"),
     **dict.fromkeys("uif", "R"),
-    **dict.fromkeys("UIFX", "D"),
+    **dict.fromkeys("UIFXLT", "D"),
 }
 DTYPE = {
     "p": np.bool_,
@@ -40,6 +41,8 @@ _TYPES = {
     "I": "s64",
     "F": "f64",
     "X": "f32x2",
+    "L": "b64.lo",
+    "T": "b64.hi",
 }
 LETTER = {type_: letter for letter, types in _TYPES.items() for type_ in types.split()}
 BITS = {"pred": 1, "b8": 8, "u8": 8, "s8": 8} | {

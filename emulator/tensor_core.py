@@ -16,6 +16,7 @@ keeps fewer bits for 8-bit floats.) Garbage operands may overflow: call under
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -24,13 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .formats import RAW, to_f32
-from .granules import GRANULE, swizzle
+from .granules import GRANULE, PITCH, WIDE, swizzle
 
 Major = Literal["k", "mn"]
+Order = Literal["a", "b", "natural"]  # of rows: as fragments of either operand, or ascending
 
 K_BYTES = 32  # of one operand row that an instruction multiplies
 _SWIZZLES = (0, 3, 2, 1)  # descriptor bits 62-63 to a mode of `swizzle`
-_SINGLE_THREAD = 1 << 18  # multiply-adds from which on OpenBLAS wakes threads, dear for so little
+SINGLE_THREAD = 1 << 18  # multiply-adds from which on OpenBLAS wakes threads, dear for so little
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class SmemDesc:
     lbo: int  # leading dimension byte offset
     sbo: int  # stride dimension byte offset
     base_offset: int  # phase of a pattern that is not aligned to its own size; 0 when it is
-    swizzle: int  # 0 none, 1/2/3 for 32/64/128 bytes
+    swizzle: int  # a mode of `granules.swizzle`
 
 
 def decode_descriptor(desc: int) -> SmemDesc:
@@ -62,16 +64,20 @@ def element_addresses(desc: SmemDesc, major: Major, rows: int, itemsize: int) ->
     rows and `sbo` leads to the next 8. MN-major, lines are values of k and hold a pitch of rows;
     `lbo` leads to the next pitch of rows and `sbo` to the next 8 of k. Without swizzle the pitch is
     one granule: K-major, `lbo` leads to the next granule of k; MN-major, the offsets trade places.
+    The swizzle of 32-byte atoms has cores of 4 lines, MN-major only.
 
     Returns:
         [rows, K_BYTES / itemsize].
 
     Raises:
         NotImplementedError: the descriptor has a base offset.
+        ValueError: K-major, in 32-byte atoms.
     """
     if desc.base_offset:
         raise NotImplementedError(f"matrix descriptor with base offset {desc.base_offset}")
-    pitch = 16 << desc.swizzle
+    if major == "k" and desc.swizzle == WIDE:
+        raise ValueError("K-major operand with a swizzle of 32-byte atoms")
+    pitch, lines = PITCH[desc.swizzle], 4 if desc.swizzle == WIDE else 8
     row = np.arange(rows)[:, None]
     k = np.arange(K_BYTES // itemsize)
     if major == "k":
@@ -84,7 +90,7 @@ def element_addresses(desc: SmemDesc, major: Major, rows: int, itemsize: int) ->
         per_row, per_k = (desc.lbo, desc.sbo) if desc.swizzle else (desc.sbo, desc.lbo)
         wide = pitch // itemsize
         linear = desc.start + row // wide * per_row + row % wide * itemsize
-        linear = linear + k // 8 * per_k + k % 8 * pitch
+        linear = linear + k // lines * per_k + k % lines * pitch
     return swizzle(linear, desc.swizzle)
 
 
@@ -97,7 +103,7 @@ class Operand:
     last: int  # the highest of them
     rows: int
     shape: tuple[int, ...]  # of the gathered elements
-    axes: tuple[int, ...]  # that make them (k, rows in fragment order), rows maybe as two axes
+    axes: tuple[int, ...]  # that make them (k, rows in their order), rows maybe as two axes
 
 
 @lru_cache(maxsize=1 << 13)
@@ -118,19 +124,26 @@ def operand(
     """
     if major == "mn" and itemsize != 2:
         raise NotImplementedError(f"MN-major wgmma operand of {itemsize}-byte elements")
-    parts = [element_addresses(decode_descriptor(desc), major, rows, itemsize) for desc in descs]
+    return gathering([decode_descriptor(desc) for desc in descs], role, major, rows, itemsize)
+
+
+def gathering(
+    descs: Sequence[SmemDesc], order: Order, major: Major, rows: int, itemsize: int
+) -> Operand:
+    """`operand` for decoded descriptors, of any generation of tensor core."""
+    parts = [element_addresses(desc, major, rows, itemsize) for desc in descs]
     addresses = np.concatenate(parts, axis=1)
     k = addresses.shape[1]
     per_granule = 16 // itemsize
     if major == "k":
-        granules = addresses[_fragment_rows(role, rows), ::per_granule]
+        granules = addresses[_rows_in(order, rows), ::per_granule]
         shape, axes = (rows, k), (1, 0)
-    elif role == "a":  # a granule is one (h, w) block of 8 rows
-        granules = addresses[_fragment_rows(role, rows)[::per_granule]].T
-        shape, axes = (k, rows), (0, 1)
-    else:  # even and odd columns share granules and part only after the gathering
+    elif order == "b":  # even and odd columns share granules and part only after the gathering
         granules = addresses[::per_granule].T
         shape, axes = (k, rows // 2, 2), (0, 2, 1)
+    else:  # a granule holds neighbours: A's are one (h, w) block of 8 rows
+        granules = addresses[_rows_in(order, rows)[::per_granule]].T
+        shape, axes = (k, rows), (0, 1)
     granules = granules.ravel() >> 4
     touched = np.unique(granules)
     granules.flags.writeable = touched.flags.writeable = False
@@ -140,12 +153,14 @@ def operand(
     return Operand(granules, touched, last, rows, shape, axes)
 
 
-def _fragment_rows(role: Literal["a", "b"], rows: int) -> NDArray[np.int64]:
-    """The rows of A or B in fragment order."""
+def _rows_in(order: Order, rows: int) -> NDArray[np.int64]:
+    """The rows of an operand in their order."""
     natural = np.arange(rows)
-    if role == "a":  # (w, h, g) to (h, w, g)
+    if order == "a":  # (w, h, g) to (h, w, g)
         return natural.reshape(4, 2, 8).transpose(1, 0, 2).ravel()
-    return natural.reshape(-1, 2).T.ravel()  # (jq, e) to (e, jq)
+    if order == "b":
+        return natural.reshape(-1, 2).T.ravel()  # (jq, e) to (e, jq)
+    return natural
 
 
 def load(plan: Operand, smem: np.ndarray, dtype: str) -> NDArray[np.float32]:
@@ -157,7 +172,7 @@ def load(plan: Operand, smem: np.ndarray, dtype: str) -> NDArray[np.float32]:
         dtype: bf16, f16, tf32, e4m3, e5m2, s8 or u8.
 
     Returns:
-        f32 [K, rows in fragment order].
+        f32 [K, rows in their order].
 
     Raises:
         IndexError: the operand exceeds `smem`.
@@ -205,7 +220,7 @@ def mma(
     Raises:
         ValueError: an integer product with K beyond 256, where f32 sums would stop being exact.
     """
-    step = max(1, _SINGLE_THREAD // (64 * b.shape[1]))
+    step = max(1, SINGLE_THREAD // (64 * b.shape[1]))
     product = np.dot(a[:step].T, b[:step])  # [(h, w, g), (e, j, q)]
     for k in range(step, len(a), step):
         product += np.dot(a[k : k + step].T, b[k : k + step])

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .formats import f32_to_bf16, round_to_tf32, to_f32
-from .granules import GRANULE, swizzle
+from .granules import GRANULE, PITCH, WIDE, swizzle
 
 # Element types by their code in a tensor map, with their size in bytes. Not learned: f32 whose
-# subnormals are flushed (8), and the packed 4- and 6-bit types (11 and up).
+# subnormals are flushed (8).
 _TYPES = {
     0: ("u8", 1),
     1: ("u16", 2),
@@ -36,7 +36,13 @@ _TYPES = {
     7: ("f32", 4),
     9: ("f64", 8),
     10: ("bf16", 2),
+    11: ("u8", 1),
+    12: ("u8", 1),
+    13: ("u8", 1),
 }
+# Elements narrower than a byte, whose bytes are taken for elements: their bits, and how many bytes
+# of 16 elements a load puts into each granule; the rest is padding.
+_NARROW = {11: (4, 16), 12: (4, 8), 13: (6, 12)}
 
 # Copies use the widest of these that every address and extent is a multiple of.
 _UNITS = {
@@ -58,16 +64,23 @@ class TensorMap:
     sizes: tuple[int, ...]  # elements
     strides: tuple[int, ...]  # bytes
     box: tuple[int, ...]  # elements
-    swizzle: int  # 0 none, 1/2/3 for 32/64/128 bytes
+    swizzle: int  # a mode of `granules.swizzle`
+    bits: int  # of what the instruction's coordinates count along dimension 0
+    filled: int = 16  # bytes of data in each granule of shared memory
 
     @property
     def inner_bytes(self) -> int:
-        """Bytes of one row of the box along dimension 0."""
-        return self.box[0] * self.itemsize
+        """Bytes in shared memory of one row of the box along dimension 0."""
+        return self.box[0] * self.itemsize * 16 // self.filled
+
+    @cached_property
+    def smem_bytes(self) -> int:
+        """Bytes that the whole box takes in shared memory."""
+        return self.box_bytes * 16 // self.filled
 
     @cached_property
     def box_bytes(self) -> int:
-        """Bytes of the whole box: what complete_tx counts, however much of it is out of bounds."""
+        """Bytes of data of the whole box: what complete_tx counts, be they out of bounds or not."""
         return prod(self.box) * self.itemsize
 
 
@@ -111,7 +124,6 @@ View = Callable[[Strided], np.ndarray]
 class Box:
     """Where the box at some coordinates lies: axes outermost first, in units of `region`."""
 
-    nbytes: int  # of the whole box
     shape: tuple[int, ...]  # the whole box, dense
     window: tuple[slice, ...]  # the part of it that is inside the tensor
     region: Strided | None  # that part in global memory; None if all is out of bounds
@@ -138,12 +150,14 @@ def _decode(raw: bytes) -> TensorMap:
     rank = (w[2] >> 4 & 7) + 1
     code = w[2] >> 7 & 15
     tf32 = w[2] >> 16 & 1
+    mode, wide = w[2] >> 13 & 3, w[2] >> 19 & 1  # wide: in atoms of 32 bytes
     must_be_zero = {
         "kind": (w[2] & 15) - 2,
         "interleave": w[2] >> 11 & 3,
         "NaN fill": w[2] >> 15 & 1,
         "tf32 rounding of a type other than f32": tf32 and code != 7,
-        "reserved bits of word 2": w[2] & 0xFFD80000,  # bit 21 only says that the tensor is large
+        "atoms of 32 bytes in a swizzle of less than 128": wide and mode != 3,
+        "reserved bits of word 2": w[2] & 0xFFD00000,  # bit 21 only says that the tensor is large
         "reserved bits of word 7": w[7] >> 16,
         "element strides": w[13] & 0xFFFFFF,
         "word 15": w[15],
@@ -156,14 +170,21 @@ def _decode(raw: bytes) -> TensorMap:
     dtype, itemsize = _TYPES[code]
     outer = [(w[3 + d] | (w[7] >> 4 * d & 15) << 32) << 4 for d in range(rank - 1)]
     boxes = [w[13] >> 24, *(w[14] >> 8 * d & 255 for d in range(4))]
+    bits, filled = _NARROW.get(code, (8 * itemsize, 16))
+    sizes = [size + 1 for size in w[8 : 8 + rank]]
+    box = [extent + 1 for extent in boxes[:rank]]
+    if (sizes[0] * bits | box[0] * bits) % (8 * itemsize):
+        raise NotImplementedError(f"tensor map with rows of no whole bytes: {raw.hex()}")
     tensor = TensorMap(
         address=address,
         dtype="tf32" if tf32 else dtype,
         itemsize=itemsize,
-        sizes=tuple(size + 1 for size in w[8 : 8 + rank]),
+        sizes=(sizes[0] * bits // (8 * itemsize), *sizes[1:]),
         strides=(itemsize, *outer),
-        box=tuple(extent + 1 for extent in boxes[:rank]),
-        swizzle=w[2] >> 13 & 3,
+        box=(box[0] * bits // (8 * itemsize), *box[1:]),
+        swizzle=WIDE if wide else mode,
+        bits=bits,
+        filled=filled,
     )
     if address % 16 or tensor.inner_bytes % 16:
         raise ValueError(f"address and box rows must be multiples of 16 bytes: {tensor}")
@@ -176,6 +197,7 @@ def locate(tensor: TensorMap, coords: tuple[int, ...]) -> Box:
 
     Coordinates may be negative or beyond the end; ValueError if their number is not the rank.
     """
+    coords = (coords[0] * tensor.bits // (8 * tensor.itemsize), *coords[1:])
     low, count, skip = [], [], []  # per dimension: first element inside, how many, how many before
     for start, extent, size in zip(coords, tensor.box, tensor.sizes, strict=True):
         first = max(start, 0)
@@ -183,7 +205,7 @@ def locate(tensor: TensorMap, coords: tuple[int, ...]) -> Box:
         count.append(min(start + extent, size) - first)
         skip.append(first - start)
     if min(count) <= 0:
-        return Box(tensor.box_bytes, tensor.box[::-1], (), None, False)
+        return Box(tensor.box[::-1], (), None, False)
 
     base = tensor.address + sum(i * s for i, s in zip(low, tensor.strides, strict=True))
     item, outer = tensor.itemsize, tensor.strides[1:]
@@ -198,7 +220,7 @@ def locate(tensor: TensorMap, coords: tuple[int, ...]) -> Box:
     window = [slice(i, i + n) for i, n in zip(in_units(skip), shape, strict=True)]
     region = Strided(base, tuple(shape), (*outer[::-1], unit), unit)
     whole = tuple(in_units(tensor.box))
-    return Box(tensor.box_bytes, whole, tuple(window), region, tuple(shape) == whole)
+    return Box(whole, tuple(window), region, tuple(shape) == whole)
 
 
 def global_footprint(tensor: TensorMap, coords: tuple[int, ...]) -> Strided | None:
@@ -210,11 +232,11 @@ def read_box(tensor: TensorMap, coords: tuple[int, ...], view: View) -> NDArray[
     """Loads a box.
 
     Returns:
-        Its bytes in dense order, [box_bytes], owned by the caller; zero where out of bounds.
+        Its bytes in dense order, [smem_bytes], owned by the caller; zero where out of bounds.
     """
     box = locate(tensor, coords)
     if box.region is None:
-        return np.zeros(box.nbytes, np.uint8)
+        return np.zeros(tensor.smem_bytes, np.uint8)
     if box.inside:
         dense = view(box.region).copy(order="C")
     else:
@@ -222,13 +244,23 @@ def read_box(tensor: TensorMap, coords: tuple[int, ...], view: View) -> NDArray[
         dense[box.window] = view(box.region)
     if tensor.dtype == "tf32":
         dense = round_to_tf32(dense.reshape(-1).view(np.float32))
+    if tensor.filled < 16:
+        padded = np.zeros((tensor.smem_bytes // 16, 16), np.uint8)
+        padded[:, : tensor.filled] = dense.reshape(-1).view(np.uint8).reshape(-1, tensor.filled)
+        return padded.reshape(-1)
     return dense.reshape(-1).view(np.uint8)
 
 
 def write_box(
     tensor: TensorMap, coords: tuple[int, ...], dense: NDArray[np.uint8], view: View
 ) -> None:
-    """Stores a box from its bytes in dense order, [box_bytes]; what is out of bounds is dropped."""
+    """Stores a box from its bytes in dense order, [box_bytes]; what is out of bounds is dropped.
+
+    Raises:
+        NotImplementedError: the box is padded in shared memory.
+    """
+    if tensor.filled < 16:
+        raise NotImplementedError(f"TMA store of elements of {tensor.bits} bits out of padding")
     box = locate(tensor, coords)
     if box.region is not None:
         view(box.region)[...] = dense.view(box.region.dtype).reshape(box.shape)[box.window]
@@ -323,7 +355,7 @@ def swizzled(smem_address: int, nbytes: int, mode: int, inner_bytes: int) -> NDA
         ValueError: the hardware would refuse the address or the box.
         NotImplementedError: rows are narrower than the swizzle pattern (the hardware pads them).
     """
-    span = 16 << mode
+    span = PITCH[mode]
     if smem_address % 128:
         raise ValueError(f"box at shared address {smem_address:#x}: 128-byte alignment is needed")
     if mode and inner_bytes > span:

@@ -20,12 +20,12 @@ from types import CodeType
 
 import numpy as np
 
-from . import emit_arithmetic, emit_effects, ptx
+from . import emit_arithmetic, emit_effects, emit_tcgen05, ptx
 from .emit import Emitter
-from .ptx import Instruction, Kernel
+from .ptx import Address, Instruction, Kernel
 from .steps import DTYPE, Constant, Effect, Pure, Run, literal
 
-_HANDLERS = emit_arithmetic.HANDLERS | emit_effects.HANDLERS
+_HANDLERS = emit_arithmetic.HANDLERS | emit_effects.HANDLERS | emit_tcgen05.HANDLERS
 CLASSES = ("issue", "mufu", "fma", "tensor", "shared", "global", "sync")
 _MUFU = ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh")
 _FMA = ("add", "sub", "mul", "fma", "mad")
@@ -47,9 +47,14 @@ class Program:
         # What the code calls rows (letter and which) and constants.
         self.names: dict[str, tuple[str, int | slice] | np.ndarray] = {}
         self._constants: dict[tuple, str] = {}
-        self.tracked: dict[str, int] = {}  # registers of wgmma operands -> bit
+        # Registers that tensor cores and tensor memory use or fill in their own time: a bit each.
+        self.tracked: dict[str, int] = {}
+        self.bits = 0  # how many
+        self.loads = 0  # those that a tcgen05.ld fills
+        self.followed: set[str] = set()  # registers to which those are moved
         # Of a run of operations by its first site: what each one reads, writes, and its site.
         self.touches: dict[int, list[tuple[int, int, int]]] = {}
+        self._loaded: dict[int, int] = {}
         self._code: dict[tuple[int, bool, bool, bool], CodeType] = {}
         self.blocks = [BlockCode() for _ in kernel.blocks]
         self.falls = [b.index + 1 for b in kernel.blocks]
@@ -68,7 +73,7 @@ class Program:
                 self._classify(block.index, instruction)
         self._track()
         for code in self.blocks:
-            code.batches = _batches(_join(code.steps))
+            code.batches = _batches(_issued(_join(code.steps)))
         self._allocate()
 
     def _classify(self, block: int, ins: Instruction) -> None:
@@ -79,7 +84,7 @@ class Program:
             count[1] += 1
         elif head in _FMA and ("f32" in ins or "f32x2" in ins):
             count[2] += 1
-        elif head in ("wgmma", "tcgen05") and "mma_async" in ins.parts[1:2]:
+        elif head in ("wgmma", "tcgen05") and ins.parts[1] in ("mma_async", "mma"):
             count[3] += 1
         elif head in ("ld", "st", "atom", "red", "ldmatrix", "stmatrix"):
             count[4 if "matrix" in head or any("shared" in p for p in ins.parts) else 5] += 1
@@ -89,23 +94,56 @@ class Program:
     def _track(self) -> None:
         for ins in self.kernel.instructions:
             if ins.opcode.startswith("wgmma.mma"):
-                for operand in ins.operands:
-                    if isinstance(operand, tuple):
-                        for register in operand:
-                            self.tracked.setdefault(str(register), len(self.tracked))
+                self._number(r for o in ins.operands if isinstance(o, tuple) for r in o)
+            elif ins.opcode.startswith("tcgen05.ld"):
+                self._number(_loaded(ins))
+                self.loads |= self.mask_of(_loaded(ins))
+        if self.loads:
+            self._follow()
+
+    def _number(self, registers: Iterable[object]) -> None:
+        for register in map(str, registers):
+            if register not in self.tracked:
+                self.tracked[register] = 1 << self.bits
+                self.bits += 1
+
+    def _follow(self) -> None:
+        """What is moved on before it is loaded counts as loaded later: compilers do it early."""
+        pures = [s for code in self.blocks for s in code.steps if isinstance(s, Pure)]
+        written = Counter(register for register, _ in {(pure.dst, pure.site) for pure in pures})
+        for pure in pures:
+            if self._moves(pure) and written[pure.dst] == 1:
+                bits = self.mask_of(pure.reads()) & self.loads
+                if bits:
+                    self.tracked[pure.dst] = self.tracked.get(pure.dst, 0) | bits
+                    self.followed.add(pure.dst)
+
+    def _moves(self, pure: Pure) -> bool:
+        return self.kernel.instructions[pure.site].parts[0] == "mov"
 
     def mask_of(self, registers: Iterable[str]) -> int:
         bits = 0
         for register in registers:
-            if register in self.tracked:
-                bits |= 1 << self.tracked[register]
+            bits |= self.tracked.get(register, 0)
         return bits
 
+    def _touched(self, pure: Pure) -> tuple[int, int, int]:
+        """What it reads and writes of the tracked registers, and its site."""
+        hidden = self.loads if pure.dst in self.followed else 0
+        reads, writes = self.mask_of(pure.reads()), self.mask_of([pure.dst])
+        return reads & ~hidden, writes & ~hidden, pure.site
+
+    def loaded(self, site: int) -> int:
+        """The registers that a tcgen05.ld writes."""
+        if site not in self._loaded:
+            self._loaded[site] = self.mask_of(_loaded(self.kernel.instructions[site]))
+        return self._loaded[site]
+
     def _allocate(self) -> None:
-        """Rows in order of use as a group: wgmma operands, then each batch's destinations."""
+        """Rows in order of use as a group: tensor cores' operands, then batches' destinations."""
         for ins in self.kernel.instructions:
             for operand in ins.operands:
-                if isinstance(operand, tuple) and ins.parts[0] == "wgmma":
+                if isinstance(operand, tuple) and ins.parts[0] in ("wgmma", "tcgen05"):
                     self._place(str(r) for r in operand)
         for code in self.blocks:
             for item in code.batches:
@@ -203,12 +241,12 @@ class Program:
 
     def _touch(self, pures: list[Pure]) -> list[str]:
         site = pures[0].site
-        self.touches[site] = [
-            (self.mask_of(p.reads()), self.mask_of([p.dst]), p.site)
-            for p in sorted(pures, key=lambda p: p.site)
-        ]
-        reads = self.mask_of(r for p in pures for r in p.reads())
-        writes = self.mask_of(p.dst for p in pures)
+        touched = sorted(map(self._touched, pures), key=lambda entry: entry[2])
+        self.touches[site] = touched
+        reads = writes = 0
+        for read, written, _ in touched:
+            reads |= read
+            writes |= written
         return [f"touch({reads}, {writes}, {site})"] if reads | writes else []
 
     def _effect(self, item: Effect, masked: bool, check: bool) -> list[str]:
@@ -255,6 +293,8 @@ class Program:
         pure = batch[0]
         args = [self._source(batch, i) for i in range(len(pure.srcs))]
         where = self._where(pure, masked)
+        if where and pure.letter == "X":
+            where += "[:, None]"
         if pure.direct and is_view:
             tail = f", where={where}" if where else ""
             return [f"{pure.code}({', '.join(args)}, out={dst}{pure.options}{tail})"]
@@ -263,8 +303,6 @@ class Program:
             if pure.direct
             else pure.code.format(*args, m="m" if masked else "None", site=pure.site)
         )
-        if pure.letter == "X":
-            where = f"{where}[:, None]" if where else ""
         if not where:
             return [f"{dst}[...] = {value}" if is_view else f"{dst} = {value}"]
         if is_view:
@@ -291,6 +329,12 @@ class Program:
         if len(set(values)) == 1:
             return self.view(kind, str(value))
         return self.many(kind, [str(v) for v in values])[0]
+
+
+def _loaded(ins: Instruction) -> list[str]:
+    """Registers that a tcgen05.ld writes: all before the address."""
+    where = next(i for i, o in enumerate(ins.operands) if isinstance(o, Address))
+    return [str(r) for o in ins.operands[:where] for r in (o if isinstance(o, tuple) else (o,))]
 
 
 class _Names:
@@ -346,6 +390,22 @@ def _join(steps: list[Pure | Effect]) -> list[Pure | Effect]:
     for step in out:
         if isinstance(step, Run):
             step.finish()
+    return out
+
+
+def _issued(steps: list[Pure | Effect]) -> list[Pure | Effect]:
+    """Behind the last of several tcgen05.mma with no other effect between: what issues them."""
+    out: list[Pure | Effect] = []
+    last: Effect | None = None
+    for step in steps:
+        if isinstance(step, Effect):
+            product = step.lines[0].startswith("tmem_mma(")
+            if last and not product:
+                out.append(Effect(["tmem_issue()"], (), (), None, last.site))
+            last = step if product else None
+        out.append(step)
+    if last:
+        out.append(Effect(["tmem_issue()"], (), (), None, last.site))
     return out
 
 

@@ -65,23 +65,23 @@ def backward(head_dim: int) -> Case:
     return Case(run)
 
 
-def fa4_forward(head_dim: int, causal: bool) -> Case:
+def fa4_forward(head_dim: int, causal: bool, arch: str = "sm_90a", len_q: int = 150) -> Case:
     """The peer package's forward kernel."""
     from . import fa4
 
-    q, k, v = _inputs(150, 700, head_dim)
-    return Case(lambda: fa4.fa4_forward(q, k, v, causal))
+    q, k, v = _inputs(len_q, 700, head_dim)
+    return Case(lambda: fa4.fa4_forward(q, k, v, causal, arch))
 
 
-def fa4_backward(head_dim: int, causal: bool) -> Case:
+def fa4_backward(head_dim: int, causal: bool, arch: str = "sm_90a") -> Case:
     """The peer package's backward kernels."""
     from . import fa4
 
     q, k, v = _inputs(448, 500, head_dim)
     with emulator.session():
-        out, lse = fa4.fa4_forward(q, k, v, causal)
+        out, lse = fa4.fa4_forward(q, k, v, causal, arch)
     dout = torch.randn_like(out)
-    return Case(lambda: fa4.fa4_backward(dout, q, k, v, out, lse, causal))
+    return Case(lambda: fa4.fa4_backward(dout, q, k, v, out, lse, causal, arch))
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -90,4 +90,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "backward-64": lambda: backward(64),
     "fa4-forward": lambda: fa4_forward(128, causal=True),
     "fa4-backward": lambda: fa4_backward(128, causal=True),
+    "fa4-forward-sm100": lambda: fa4_forward(64, True, "sm_100a", len_q=700),
+    "fa4-forward-pair": lambda: fa4_forward(128, False, "sm_100a", len_q=700),
 }

@@ -112,4 +112,23 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
             _TOGETHER,
         ),
     },
+    # Of each twentieth mutant alone.
+    "fa4-forward-sm100": {
+        "count - 1: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
+            1,
+            _ONE_TILE,
+        ),
+        "doubled: mbarrier.arrive.shared.b64 in `pipeline_o_epi.consumer_release_w_index(stage)`": (
+            1,
+            _ONE_TILE,
+        ),
+        _WAIT + "`pipeline_sm_stats.producer_acquire_w_index_phase(stage, "
+        "sm_stats_producer_phase)`": (1, _TAIL),
+        _WAIT + "`pipeline_o_epi.producer_acquire_w_index_phase(stage, corr_epi_producer_phase)`": (
+            1,
+            _FRESH,
+        ),
+        _WAIT + "`pipeline_o_epi.producer_acquire_w_index_phase(self.q_stage - 1, "
+        "corr_epi_producer_phase)`": (1, _TAIL),
+    },
 }

@@ -26,7 +26,10 @@ from .harmless import HARMLESS
 ORDERS = [("eager", 0), ("deferred", 0), *(("random", seed) for seed in range(4))]
 
 # These can only be dropped.
-DROPPED = ("fence.", "membar", "bar.warp", "barrier.cluster", "wgmma.fence")
+DROPPED = (
+    *("fence.", "membar", "bar.warp", "barrier.cluster", "wgmma.fence"),
+    *("tcgen05.wait", "tcgen05.dealloc"),
+)
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -113,6 +116,9 @@ def edits(ins: ptx.Instruction) -> Iterator[tuple[str, str]]:
         yield "dropped", ""
         if len(operands) > 1:
             yield "32 threads more", with_operand(1, f"add.u32 mutant, {operands[1]}, 32")
+    elif opcode.startswith("tcgen05.commit"):
+        yield "dropped", ""
+        yield "doubled", f"{guard}{body}; {guard}{body};"
     elif opcode.startswith(DROPPED) or "commit_group" in head:
         yield "dropped", ""
     elif "wait_group" in head:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,7 +86,9 @@ def machine(body: str, inputs: Words, result: Words) -> Machine:
 
 def evaluate(body: str, *columns: NDArray[np.unsignedinteger] | list[int]) -> list[int]:
     """%d7 of each lane, for inputs cycled to fill the lanes."""
-    inputs, result = np.zeros((4, LANES), np.uint64), np.zeros(LANES, np.uint64)
+    room = np.zeros(5 * LANES + 3, np.uint64)
+    aligned = room[-(room.ctypes.data // 8) % 4 :]  # to 32 bytes
+    inputs, result = aligned[: 4 * LANES].reshape(4, LANES), aligned[4 * LANES :][:LANES]
     for row, column in zip(inputs, columns, strict=False):
         row[:] = np.resize(np.array([int(x) & (1 << 64) - 1 for x in column], np.uint64), LANES)
     findings = machine(body, inputs, result).findings
@@ -182,6 +185,11 @@ def halves(function: Callable[[int, int], int]) -> Callable[[int, int], int]:
 def r(body: str) -> str:
     """A body with its result in %r8."""
     return f"{body} cvt.u64.u32 %d7, %r8;"
+
+
+def h(body: str) -> str:
+    """A body with its result in %h3."""
+    return f"{body} cvt.u64.u16 %d7, %h3;"
 
 
 def p(body: str) -> str:
@@ -409,13 +417,13 @@ def test_subnormal_values_are_flushed(opcode: str, function: Callable[..., np.fl
 
 
 def exact_f32(x: Fraction, mode: str) -> float:
-    """A value rounded once to the 24 bits of a normal float32."""
+    """A value rounded once to the 24 bits of a float32, or those of a subnormal one."""
     if x == 0:
         return 0.0
     exponent = 0
     while abs(x) >= Fraction(2) ** (exponent + 1):
         exponent += 1
-    while abs(x) < Fraction(2) ** exponent:
+    while abs(x) < Fraction(2) ** exponent and exponent > -126:
         exponent -= 1
     unit = Fraction(2) ** (exponent - 23)
     steps = x / unit
@@ -435,8 +443,9 @@ def test_sums_round_once(head: str, mode: str) -> None:
     """Addends so far apart that not even float64 holds their sum."""
     left, right = FAR, [*FAR[5:], *FAR[:5], 2.0**-50]
     third = [*FAR[6:], 2.0**-55, -(2.0**-70)]
-    if head == "fma" and mode == "rn":
-        right, third = [1.0, 2.0, -1.0], [0.5, -4.0, 1.0]  # to nearest: over float64, twice
+    if head == "fma":  # products halfway between two float32
+        half = 1 + 2.0**-12
+        left, right, third = [half, half, *left], [half, -half, *right], [2.0**-70] * 2 + third
     operands = "%r0, %r1, %r2" if head == "fma" else "%r0, %r1"
     columns = [words(*column) for column in (left, right, third)]
     got = evaluate(r(f"{head}.{mode}.f32 %r8, {operands};"), *columns)
@@ -444,6 +453,47 @@ def test_sums_round_once(head: str, mode: str) -> None:
         a, b, c = (Fraction(x[lane % len(x)]) for x in (left, right, third))
         exact = {"add": a + b, "sub": a - b, "fma": a * b + c}[head]
         assert value == exact_f32(exact, mode), (a, b, c)
+
+
+@pytest.mark.parametrize("ftz", ["", ".ftz"])
+@pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
+@pytest.mark.parametrize("head", ["add", "sub", "mul", "fma"])
+def test_packed_floats(head: str, mode: str, ftz: str) -> None:
+    """Two float32 in a 64-bit register: as one by one, subnormal operands and results too."""
+    rng = np.random.default_rng(0)
+    size = 2.0 ** rng.integers(-75, -20, (3, 2, LANES))
+    size[:, :, ::4] = 2.0 ** rng.integers(-3, 3, (3, 2, LANES // 4))
+    size[2] = size[0] * size[1] * 2.0 ** rng.integers(-40, 40, (2, LANES))
+    values = (rng.uniform(-2, 2, size.shape) * size).astype(np.float32)
+    packed = np.ascontiguousarray(values.swapaxes(1, 2)).view(np.uint64)[..., 0]
+    count = 3 if head == "fma" else 2
+    operands = ", ".join(f"%d{i}" for i in range(count))
+    got = np.array(evaluate(f"{head}.{mode}{ftz}.f32x2 %d7, {operands};", *packed), np.uint64)
+    for half in (0, 1):
+        results = floats((got >> np.uint64(32 * half)).tolist())
+        for lane, value in enumerate(results):
+            args = [flushed(v) if ftz else v for v in values[:, half, lane]]
+            a, b, c = map(Fraction, map(float, args))
+            exact = {"add": a + b, "sub": a - b, "mul": a * b, "fma": a * b + c}[head]
+            want = np.float32(exact_f32(exact, mode))
+            want = flushed(want) if ftz else want
+            assert value == want, (args, value, want)
+
+
+def test_packed_floats_of_some_lanes() -> None:
+    """Under a guard and where lanes have parted; halves are packed and unpacked there too."""
+    body = """setp.lt.u32 %p0, %r15, 40; mov.b64 %d7, %d0; @%p0 add.rn.f32x2 %d7, %d0, %d1;
+    @!%p0 mov.b64 %d7, {%r1, %r0};
+    and.b32 %r4, %r15, 1; setp.eq.u32 %p1, %r4, 0; @%p1 bra EVEN;
+    mul.rn.f32x2 %d7, %d7, %d1; mov.b64 {%r5, %r6}, %d7; mov.b64 %d7, {%r6, %r5}; EVEN:"""
+    values = np.random.default_rng(1).uniform(-4, 4, (2, LANES, 2)).astype(np.float32)
+    a, b = values
+    got = np.array(evaluate(body, *values.view(np.uint64)[..., 0]), np.uint64)
+    first = (np.arange(LANES) < 40)[:, None]
+    swapped = np.stack([b[:, 0], a[:, 0]], axis=1)
+    want = np.where(first, a + b, swapped)
+    want[1::2] = (want * b)[1::2, ::-1]
+    np.testing.assert_array_equal(got.view(np.float32).reshape(LANES, 2), want)
 
 
 @pytest.mark.parametrize("head", ["add.rm", "add.rn"])
@@ -506,7 +556,7 @@ def h2(low: float, high: float) -> int:
     return int.from_bytes(np.array([low, high], np.float16).tobytes(), "little")
 
 
-NAN = np.nan
+NAN, F32_MAX = np.nan, float(np.finfo(np.float32).max)
 
 
 @pytest.mark.parametrize(
@@ -528,6 +578,16 @@ NAN = np.nan
             words(4, 7),
         ),
         (
+            r("min.NaN.abs.f32 %r8, %r0, %r1, %r2;"),
+            [words(1, -7, 0), words(-4, NAN, -1), words(2, 3, -0.0)],
+            words(1, NAN, 0),
+        ),
+        (
+            r("min.f32 %r8, %r0, %r1, %r2;"),
+            [ZEROS, ONES, words(1, 1, 0, 0)],
+            [*[1 << 31] * 2, 0, 1 << 31],
+        ),
+        (
             r("max.xorsign.abs.f32 %r8, %r0, %r1;"),
             [words(1, -7, -1), words(-4, 2, -3)],
             words(-4, -7, 3),
@@ -536,6 +596,18 @@ NAN = np.nan
             p("testp.normal.f32 %p0, %r0; testp.subnormal.f32 %p1, %r0;"),
             [words(1.0, 1e-40, NAN, np.inf, -0.0, TINY)],
             [1, 2, 0, 0, 1, 1],
+        ),
+        *(
+            (
+                r(f"add.{mode}.f32 %r8, %r0, %r1;"),
+                [words(3e38, -3e38, np.inf, NAN), words(3e38, -3e38, 1, 1)],
+                words(high, low, np.inf, NAN),
+            )
+            for mode, high, low in (
+                ("rm", F32_MAX, -np.inf),
+                ("rp", np.inf, -F32_MAX),
+                ("rz", F32_MAX, -F32_MAX),
+            )
         ),
         (r("mul.sat.f16x2 %r8, %r0, %r1;"), [[h2(0.5, 3)], [h2(0.5, -1)]], [h2(0.25, 0)]),
         (
@@ -555,6 +627,16 @@ NAN = np.nan
         ),
         (r("add.f32.f16 %r8, %h0, %r1;"), [[h2(1.5, 0)], words(2.0**-20)], words(1.5 + 2.0**-20)),
         (r("sub.rz.f32.bf16 %r8, %h0, %r1;"), [[0x3F80], words(2.0**-40)], words(1 - 2.0**-24)),
+        (
+            r("add.rp.sat.f32.bf16 %r8, %h0, %r1;"),
+            [[0x3F00], words(2.0**-40)],
+            words(0.5 + 2.0**-24),
+        ),
+        (
+            r("fma.rm.f32.f16 %r8, %h0, %h1, %r2;"),
+            [[h2(1.5, 0)], [h2(2, 0)], words(-(2.0**-40))],
+            words(3 - 2.0**-22),
+        ),
         (
             r("fma.rn.sat.f32.bf16 %r8, %h0, %h1, %r2;"),
             [[0x3F80], [0x4000], words(0.5)],
@@ -596,6 +678,27 @@ NAN = np.nan
             [0x1F00, 0x0801],
         ),
         (r("cvt.rn.bf16x2.ue8m0x2 %r8, %h0;"), [[0x7F80, 0xFF00]], [0x3F804000, 0x7FFF0040]),
+        (  # no sign, no zero; infinity has no bits of its own
+            h("cvt.rz.ue8m0x2.f32 %h3, %r0, %r1;"),
+            [words(3, -1.5, 0, 3e38), words(NAN, np.inf, 2.0**-127, 2.0**-126)],
+            [0x80FF, 0x7FFF, 0x0000, 0xFE01],
+        ),
+        (
+            h("cvt.rp.satfinite.ue8m0x2.f32 %h3, %r0, %r1;"),
+            [words(3, -1.5, 2, 3e38), words(NAN, np.inf, 2.0**-127, 1.25 * 2.0**-127)],
+            [0x81FF, 0x80FE, 0x8000, 0xFE01],
+        ),
+        (h("cvt.rp.ue8m0x2.bf16x2 %h3, %r0;"), [[0x7F003F81, 0x7F018000]], [0xFE80, 0xFF00]),
+        (  # a quarter of a unit is lost, but where 3 quarters of one are added
+            r("cvt.rs.bf16x2.f32 %r8, %r0, %r1, %r2;"),
+            [words(1 + 2.0**-9, NAN), words(-(1 + 2.0**-9), 3.4e38), [0xC000BFFF, M32]],
+            [0x3F81BF80, 0x7FFF7F80],
+        ),
+        (
+            r("cvt.rs.relu.satfinite.f16x2.f32 %r8, %r0, %r1, %r2;"),
+            [words(1 + 2.0**-12, -1), words(1 + 2.0**-12, 65519), [0x1800F7FF, M32]],
+            [0x3C013C00, 0x00007BFF],
+        ),
         (
             r("cvt.rn.satfinite.tf32.f32 %r8, %r0;"),
             [words(np.inf, 1 + 2.0**-11)],
@@ -616,6 +719,104 @@ def test_floats(body: str, inputs: list[list[int]], want: list[int]) -> None:
     got = evaluate(body, *inputs)
     expected = np.resize(np.array(want, np.uint64), LANES).tolist()
     assert [hex(v) for v in got] == [hex(v) for v in expected]
+
+
+REDUCED = words(*np.random.default_rng(4).uniform(-9, 9, LANES - 2), 0.0, -0.0)
+
+
+@pytest.mark.parametrize(
+    ("form", "inputs", "want"),
+    [
+        ("redux.sync.max.f32", REDUCED, lambda x: x.max()),
+        ("redux.sync.min.f32", REDUCED, lambda x: x.min()),
+        ("redux.sync.min.abs.f32", REDUCED, lambda x: abs(x).min()),
+        ("redux.sync.max.abs.NaN.f32", REDUCED, lambda x: abs(x).max()),
+        ("redux.sync.max.NaN.f32", [*REDUCED[:-1], *words(NAN)], lambda x: x.max()),
+        ("redux.sync.max.f32", words(NAN, -2.0, NAN), lambda x: np.nanmax(x)),
+        ("redux.sync.min.f32", words(NAN), lambda x: NAN),
+        ("redux.sync.min.f32", words(0.0, -0.0), lambda x: -0.0),
+        ("redux.sync.max.f32", words(-1.0, -0.0, 0.0), lambda x: 0.0),
+        ("redux.sync.max.f32", words(-0.0, -1.0), lambda x: -0.0),
+    ],
+)
+def test_float_reductions(form: str, inputs: list[int], want: Callable[..., float]) -> None:
+    got = floats(evaluate(r(f"{form} %r8, %r0, -1;"), inputs)).reshape(-1, 32)
+    source = floats(np.resize(inputs, LANES).tolist()).reshape(-1, 32)
+    expected = np.array([[want(warp)] * 32 for warp in source], np.float32)
+    np.testing.assert_array_equal(got, expected)
+    number = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.signbit(got)[number], np.signbit(expected)[number])
+
+
+# Exponent and mantissa bits, the largest code, and whether a code for NaN is above it.
+NARROW = {
+    "e4m3": (4, 3, 0x7E, True),
+    "e5m2": (5, 2, 0x7B, True),
+    "e2m3": (2, 3, 0x1F, False),
+    "e3m2": (3, 2, 0x1F, False),
+    "e2m1": (2, 1, 0x7, False),
+}
+
+
+def narrow_values(kind: str) -> list[float]:
+    """Of all codes without sign."""
+    exponent, mantissa, top, _ = NARROW[kind]
+    lowest = 2 - 2 ** (exponent - 1)
+    values: list[float] = []
+    for code in range(top + 1):
+        e, m = divmod(code, 1 << mantissa)
+        values.append((m + (e > 0) * 2**mantissa) * 2.0 ** (max(e, 1) - 1 + lowest - mantissa))
+    return values
+
+
+@pytest.mark.parametrize("relu", ["", ".relu"])
+@pytest.mark.parametrize("source", ["f32", "f16x2"])
+@pytest.mark.parametrize("kind", NARROW)
+def test_to_narrow_floats(kind: str, source: str, relu: str) -> None:
+    """To the nearest code, of two the even one; what is too large to the largest."""
+    values, bits = narrow_values(kind), 4 if kind == "e2m1" else 8
+    edges = [0.0, -0.0, np.inf, -np.inf, *values[-2:], 1.01 * values[-1], 2 * values[-1], -1.0]
+    ties = [(a + b) / 2 for a, b in itertools.pairwise(values)][-40:]
+    with np.errstate(over="ignore"):
+        x = np.float16([*edges, *ties, *(-t for t in ties), *np.linspace(-3, 3, LANES)][:LANES])
+
+    def code(value: float) -> int:
+        size = abs(value)
+        found = min(range(len(values)), key=lambda i: (abs(values[i] - size), i & 1))
+        found = len(values) - 1 if size > values[-1] else found
+        negative = np.signbit(value)
+        return 0 if relu and negative else found | int(negative) << sum(NARROW[kind][:2])
+
+    register = "b8" if bits == 4 else "b16"
+    other = np.roll(x, 1)
+    operands, columns = "%r0, %r1", [words(*x), words(*other)]
+    if source == "f16x2":
+        operands, columns = "%r0", [[h2(b, a) for a, b in zip(x, other, strict=True)]]
+    body = f"cvt.rn.satfinite{relu}.{kind}x2.{source} %x, {operands};"
+    widen = "cvt.u64.u8" if bits == 4 else "cvt.u64.u16"
+    got = evaluate(f"{{ .reg .{register} %x; {body} {widen} %d7, %x; }}", *columns)
+    want = [code(float(a)) << bits | code(float(b)) for a, b in zip(x, other, strict=True)]
+    assert got == want
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_from_narrow_floats(kind: str) -> None:
+    """Every code there is, as f16x2."""
+    values, bits = narrow_values(kind), 4 if kind == "e2m1" else 8
+    sign = 1 << sum(NARROW[kind][:2])
+    codes = [i | s for s in (0, sign) for i in range(len(values))]
+    register, take = ("b8", "cvt.u8.u64") if bits == 4 else ("b16", "cvt.u16.u64")
+    for part in range(0, len(codes), LANES):
+        some = codes[part : part + LANES]
+        body = f"{take} %x, %d0; cvt.rn.f16x2.{kind}x2 %r8, %x;"
+        columns = [code << bits | some[0] for code in some]
+        got = evaluate(r(f"{{ .reg .{register} %x; {body} }}"), columns)
+
+        def value(code: int) -> float:
+            return values[code % sign] * (-1 if code & sign else 1)
+
+        want = [h2(value(some[0]), value(code)) for code in some]
+        assert got[: len(some)] == want
 
 
 # Memory and control flow -------------------------------------------------------------------------
@@ -670,6 +871,33 @@ def test_128_bits_in_memory() -> None:
     mov.b128 {%d4, %d5}, %q1; mad.lo.u64 %d7, %d5, 3, %d4;"""
     a, b = list(range(LANES)), list(range(7, 7 + LANES))
     assert evaluate(body, a, b) == [x + 3 * y for x, y in zip(a, b, strict=True)]
+
+
+@pytest.mark.parametrize("words_of", ["v8.b32", "v4.b64"])
+def test_256_bits_in_global_memory(words_of: str) -> None:
+    """Each lane reads 32 bytes, the next but seven lane's among them, and writes them back."""
+    names = [f"%r{i}" for i in range(4, 12)] if "b32" in words_of else ["%d3", "%d4", "%d5", "%d6"]
+    vector = "{" + ", ".join(names) + "}"
+    total = "xor.b64 %d7, %d3, %d4; xor.b64 %d5, %d5, %d6; xor.b64 %d7, %d7, %d5;"
+    if "b32" in words_of:
+        packs = "".join(f"mov.b64 %d{i}, {{%r{2 * i - 2}, %r{2 * i - 1}}};" for i in range(3, 7))
+        total = packs + total
+    body = f"""and.b32 %r4, %r15, 31; ld.param.u64 %d8, [source]; mad.wide.u32 %d8, %r4, 32, %d8;
+    ld.global.{words_of} {vector}, [%d8]; st.global.{words_of} [%d8+2048], {vector};
+    ld.global.{words_of} {vector}, [%d8+2048]; {total}"""
+    column = np.random.default_rng(5).integers(0, 1 << 63, LANES, dtype=np.uint64)
+    want = np.bitwise_xor.reduce(column.reshape(-1, 4), axis=1).tolist()
+    assert evaluate(body, column) == want * 4
+
+
+def test_128_bits_in_shared_memory() -> None:
+    body = """.shared .align 16 .b8 tile[2048];
+    mov.b32 %r4, tile; mad.lo.u32 %r4, %r15, 16, %r4; mov.b128 %q0, {%d0, %d1};
+    st.shared.b128 [%r4], %q0; xor.b32 %r5, %r15, 1; bar.sync 0;
+    mov.b32 %r4, tile; mad.lo.u32 %r4, %r5, 16, %r4; ld.shared.b128 %q1, [%r4];
+    mov.b128 {%d4, %d5}, %q1; mad.lo.u64 %d7, %d5, 3, %d4;"""
+    a, b = list(range(LANES)), list(range(7, 7 + LANES))
+    assert evaluate(body, a, b) == [(i ^ 1) + 3 * ((i ^ 1) + 7) for i in range(LANES)]
 
 
 def test_windows_of_generic_addresses() -> None:

@@ -17,6 +17,7 @@ import torch
 from cuda.bindings.driver import CUstream
 from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream
 
+from hopwell import emulator
 from hopwell.emulator import loader
 from hopwell.emulator.loader import Launch
 
@@ -457,3 +458,19 @@ def test_flash_attention_4_reaches_the_handler(launches: list[Launch]) -> None:
         assert kind in launch.entry
         assert f".entry {launch.entry}(" in launch.ptx
     assert not torch.zeros(1).is_cuda
+
+
+@pytest.mark.parametrize(("arch", "sms"), [("sm_90a", 132), ("sm_100a", 148), ("sm_103a", 148)])
+def test_emulated_gpus(arch: str, sms: int) -> None:
+    """What is compiled and called within the block is compiled for that GPU, and runs."""
+    x, y = tensors()
+    with emulator.emulate(arch) as session:
+        assert cutlass.utils.HardwareInfo().get_device_multiprocessor_count() == sms
+        assert loader.device_of(arch).smem_optin_bytes == 232448
+        arguments = vector(), vector(), cutlass.Float32(0.0), 3.0
+        function = cute.compile(scale_then_add, *arguments, options="--enable-tvm-ffi")
+        assert f".target {arch}" in loader.ptx_of(function)
+        expected = x * 2 + 3
+        function(x, y, 2.0)
+    assert torch.equal(x, expected)
+    assert len(session.report.launches) == 2

@@ -14,11 +14,12 @@ from .mutation import Score, survey
         ("backward-64", 5),
         ("fa4-forward", 10),
         ("fa4-backward", 10),
+        ("fa4-forward-sm100", 20),
     ],
 )
 def test_mutants_are_caught_and_named_or_known_to_be_harmless(name: str, every: int) -> None:
     if name.startswith("fa4"):
-        pytest.importorskip("flash_attn.cute.interface", reason="the peer is not installed")
+        pytest.importorskip("tests.emulator.fa4", reason="the peer is not installed")
     score = Score(name, survey(cases.CASES[name](), every))
     print(score)
     assert not score.missed, str(score)

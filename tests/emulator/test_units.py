@@ -221,6 +221,7 @@ def test_decode_all_fields() -> None:
         strides=(2, 256, stride),
         box=(64, 256, 2),
         swizzle=3,
+        bits=16,
     )
     assert (tensor.inner_bytes, tensor.box_bytes) == (128, 65536)
     assert tma.decode(raw[:64] + b"other garbage") is tensor
@@ -233,7 +234,8 @@ def test_decode_all_fields() -> None:
         (2, 1 << 11, "interleave"),
         (2, 1 << 15, "NaN fill"),
         (2, 1 << 16, "tf32"),
-        (2, 1 << 19, "word 2"),
+        (2, 1 << 19, "32 bytes"),
+        (2, 1 << 20, "word 2"),
         (2, 1 << 22, "word 2"),
         (2, 5 << 4, "rank"),
         (2, 5 << 7, "element type"),
@@ -247,6 +249,29 @@ def test_decode_names_what_it_does_not_know(word: int, bits: int, field: str) ->
     words[word] |= bits
     with pytest.raises(NotImplementedError, match=field):
         tma.decode(struct.pack("<16I", *words))
+
+
+NARROW = {11: (4, 16), 12: (4, 8), 13: (6, 12)}  # type: bits, bytes of 16 in shared memory
+
+
+@pytest.mark.parametrize("code", NARROW)
+def test_narrow_elements(code: int, rng: np.random.Generator) -> None:
+    """Elements of 4 and 6 bits: rows of whole bytes in global memory, maybe padded in shared."""
+    bits, filled = NARROW[code]
+    data = rng.integers(0, 256, (8, 384 * bits // 8), dtype=np.uint8)
+    shape = (384, 8), (data.shape[1],), (128, 4)
+    tensor = tma.decode(encode(0x1000, code, 1, *shape, swizzle=2 if filled == 16 else 3))
+    box = tma.read_box(tensor, (128, 5), Memory(data.reshape(-1), 0x1000).view)
+    expected = np.zeros((4, 16 * bits), np.uint8)
+    expected[:3] = data[5:, 16 * bits : 32 * bits]
+    assert tensor.box_bytes == expected.size
+    assert tensor.inner_bytes * 4 == tensor.smem_bytes == box.size
+    granules = box.reshape(-1, 16)
+    np.testing.assert_array_equal(granules[:, :filled].reshape(4, -1), expected)
+    assert not granules[:, filled:].any()
+    if filled < 16:
+        with pytest.raises(NotImplementedError, match=f"{bits} bits"):
+            tma.write_box(tensor, (0, 0), box, Memory(data.reshape(-1), 0x1000).view)
 
 
 def test_decode_large_tensor_bit_is_no_obstacle() -> None:
@@ -326,6 +351,14 @@ def test_swizzle(mode: int, start: int) -> None:
         line, column = linear // 128, linear // 16 % (1 << mode)
         assert address == linear + ((column ^ line % (1 << mode)) - column) * 16
     assert sorted(addresses) == list(range(start, start + 64 * inner, 16))
+
+
+@pytest.mark.parametrize("start", [0, 0x280])
+def test_swizzle_of_wide_atoms(start: int) -> None:
+    """Of 128 bytes in atoms of 32: the atom is XORed with the number of the 128-byte line."""
+    for i, address in enumerate(tma.swizzled(start, 4096, 4, 128).tolist()):
+        line, atom = divmod(start // 32 + i // 2, 4)
+        assert address == 128 * line + 32 * (atom ^ line % 4) + 16 * (i % 2)
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,11 @@ def fake(dtype: Any, shape: Sequence[int], align: int = 16) -> cute.Tensor:
     return make_fake_compact_tensor(dtype, tuple(shape), stride_order=order, assumed_align=align)
 
 
-def compile(function: Any, *args: Any) -> Any:
-    """Compile a `cute.jit` function for sm_90a with the TVM-FFI calling convention."""
+def compile(function: Any, *args: Any, arch: str = "sm_90a") -> Any:
+    """Compile a `cute.jit` function for `arch` with the TVM-FFI calling convention."""
     if ON_GPU:
-        return cute.compile(function, *args, options="--enable-tvm-ffi --gpu-arch sm_90a")
-    return emulator.loader.compile(function, *args, arch="sm_90a", options="--enable-tvm-ffi")
+        return cute.compile(function, *args, options=f"--enable-tvm-ffi --gpu-arch {arch}")
+    return emulator.loader.compile(function, *args, arch=arch, options="--enable-tvm-ffi")
 
 
 def launch(compiled: Any, *args: Any, outputs: Sequence[torch.Tensor]) -> Any:
