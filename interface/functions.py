@@ -22,8 +22,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
-from ..kernels import BackwardFacts, ForwardFacts, backward_function, forward_function
-from ..kernels.tiles import SHORT_LEN_Q, forward_tiles
+from ..kernels import (
+    BackwardFacts,
+    BlackwellFacts,
+    ForwardFacts,
+    backward_function,
+    forward_function,
+    packed_heads,
+)
+from ..kernels.tiles import BLACKWELL, SHORT_LEN_Q, forward_tiles
 from . import checks, env, plans
 from . import compile as compiling
 from .cache import Entry, Store
@@ -40,6 +47,7 @@ AUTOCAST = ("cuda", "cpu")  # devices that have it, of those there are kernels f
 HeadDims = Sequence[int | tuple[int, int]]  # of q, k and v alike; or of q and k, and of v
 # Those that most models have: what is compiled ahead of time unless others are named.
 COMMON_HEAD_DIMS: HeadDims = (64, 96, 128, 192, 256, (192, 128))
+COMMON_GQA_GROUPS = (1, 4, 8)  # for Blackwell, where heads that share keys share a tile
 
 
 @dataclass(frozen=True)
@@ -204,7 +212,7 @@ def supported(
     if problems:
         return Support(False, tuple(problem.text for problem in problems), "", False)
     arch = arch_for(q.device)
-    spec = forward_spec(arch, _facts(arch, q, v, scale=scale, causal=causal, layout=layout))
+    spec = forward_spec(arch, _facts(arch, q, k, v, scale=scale, causal=causal, layout=layout))
     return Support(True, (), str(spec), compiling.ready(spec))
 
 
@@ -215,6 +223,7 @@ def compile(
     dtypes: Sequence[torch.dtype] = checks.DTYPES,
     head_dims: HeadDims = COMMON_HEAD_DIMS,
     causal: Sequence[bool] = (False, True),
+    gqa_groups: Sequence[int] = COMMON_GQA_GROUPS,
     backward: bool = False,
 ) -> list[Entry]:
     """Compile kernels ahead of time into the cache; needs no GPU and loads nothing.
@@ -224,6 +233,7 @@ def compile(
         out: folder to write to in place of the cache; `load` it where the kernels shall run.
         dtypes, head_dims, causal: which variants; by default every one with a common head_dim.
             A head_dim is one for q, k and v, or a pair (of q and k, of v).
+        gqa_groups: heads of q for each of k; on Hopper one kernel serves all.
         backward: also what computes the gradients of those; what sums them up in one order, or
             takes a gradient of lse, is left to its first call.
 
@@ -240,7 +250,9 @@ def compile(
     return [
         compiling.save(spec, store)
         for name in arches
-        for spec in _variants(checks.arch(name), dtypes, head_dims, causal, (False, True), backward)
+        for spec in _variants(
+            checks.arch(name), dtypes, head_dims, causal, (False, True), gqa_groups, backward
+        )
     ]
 
 
@@ -250,6 +262,7 @@ def warmup(
     dtypes: Sequence[torch.dtype] = checks.DTYPES,
     head_dims: HeadDims = COMMON_HEAD_DIMS,
     causal: Sequence[bool] = (False, True),
+    gqa_groups: Sequence[int] = COMMON_GQA_GROUPS,
     backward: bool = False,
 ) -> int:
     """Have kernels compiled and loaded in this process, so that no later call waits for it.
@@ -259,8 +272,8 @@ def warmup(
 
     Args:
         arch: SM version; by default HOPWELL_ARCH, else the GPU's, else "sm_90a".
-        dtypes, head_dims, causal, backward: which variants, as for `compile`; those for a negative
-            scale are left to their first call.
+        dtypes, head_dims, causal, gqa_groups, backward: which variants, as for `compile`; those for
+            a negative scale are left to their first call.
 
     Returns:
         How many kernels are ready.
@@ -270,7 +283,7 @@ def warmup(
         ValueError: no kernels for a head_dim.
     """
     name = checks.arch(arch or arch_for(None))
-    specs = _variants(name, dtypes, head_dims, causal, (False,), backward)
+    specs = _variants(name, dtypes, head_dims, causal, (False,), gqa_groups, backward)
     emulated = active() is not None
     here = not emulated and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
@@ -406,7 +419,7 @@ def _make_plan(
     call = None
     if math.prod(out_shape) and k.shape[sequence]:
         arch = arch_for(q.device)
-        facts = _facts(arch, q, v, scale=scale, causal=causal, layout=layout)
+        facts = _facts(arch, q, k, v, scale=scale, causal=causal, layout=layout)
         spec = forward_spec(arch, facts)
         call = compiling.launcher(spec, emulated=active() is not None).call
     return _Plan(
@@ -425,11 +438,13 @@ def _launch(spec: compiling.Spec, device: torch.device) -> None:
     facts: dict[str, Any] = dict(spec.facts)
     causal, long = facts["causal"], facts["causal"] and not facts.get("short", True)
     len_q = SHORT_LEN_Q + 1 if long else 1
+    heads = facts.get("packed_heads", 1)
+    dtype = getattr(torch, facts["dtype"])
     q, k, v, out = (
-        torch.zeros(1, length, 1, facts[name], dtype=getattr(torch, facts["dtype"]), device=device)
-        for length, name in (
-            *((len_q, "head_dim"), (1, "head_dim")),
-            *((1, "head_dim_v"), (len_q, "head_dim_v")),
+        torch.zeros(1, length, many, facts[name], dtype=dtype, device=device)
+        for length, many, name in (
+            *((len_q, heads, "head_dim"), (1, 1, "head_dim")),
+            *((1, 1, "head_dim_v"), (len_q, heads, "head_dim_v")),
         )
     )
     if spec.kernel == "forward":
@@ -463,20 +478,25 @@ def sms_of(device: torch.device) -> int:
 def _facts(
     arch: str,
     q: torch.Tensor,
+    k: torch.Tensor,
     v: torch.Tensor,
     *,
     scale: float | None,
     causal: bool,
     layout: Layout,
-) -> ForwardFacts:
+) -> ForwardFacts | BlackwellFacts:
+    sequence, heads = (1, 2) if layout == "bshd" else (2, 1)
     dims = q.shape[3], v.shape[3]
-    len_q = q.shape[1 if layout == "bshd" else 2]
-    short = causal and len_q <= SHORT_LEN_Q and forward_tiles(arch, *dims, short=True).short
     negative = scale is not None and scale < 0
-    return ForwardFacts(DTYPE_NAMES[q.dtype], *dims, causal, negative, short)
+    fixed = DTYPE_NAMES[q.dtype], *dims, causal, negative
+    if arch in BLACKWELL:
+        return BlackwellFacts(*fixed, packed_heads(q.shape[heads] // k.shape[heads]))
+    len_q = q.shape[sequence]
+    short = causal and len_q <= SHORT_LEN_Q and forward_tiles(arch, *dims, short=True).short
+    return ForwardFacts(*fixed, short)
 
 
-def forward_spec(arch: str, facts: ForwardFacts) -> compiling.Spec:
+def forward_spec(arch: str, facts: ForwardFacts | BlackwellFacts) -> compiling.Spec:
     return _spec("forward", arch, facts, forward_function)
 
 
@@ -495,17 +515,36 @@ def _variants(
     head_dims: HeadDims,
     causal: Sequence[bool],
     negative_scale: Sequence[bool],
+    gqa_groups: Sequence[int],
     backward: bool,
 ) -> list[compiling.Spec]:
     shapes = checks.head_dims(head_dims)
     found = [
-        forward_spec(arch, ForwardFacts(DTYPE_NAMES[dtype], *dims, masked, negative, short))
+        forward_spec(arch, facts)
         for dtype, dims, masked, negative in product(dtypes, shapes, causal, negative_scale)
-        for short in {False, masked and forward_tiles(arch, *dims, short=True).short}
+        for facts in _forward_variants(arch, DTYPE_NAMES[dtype], dims, masked, negative, gqa_groups)
     ]
     if backward:
+        checks.differentiable(arch)
         found += [
             backward_spec(arch, BackwardFacts(DTYPE_NAMES[dtype], *dims, masked))
             for dtype, dims, masked in product(dtypes, shapes, causal)
         ]
     return found
+
+
+def _forward_variants(
+    arch: str,
+    dtype: str,
+    dims: tuple[int, int],
+    causal: bool,
+    negative: bool,
+    gqa_groups: Sequence[int],
+) -> Iterator[ForwardFacts | BlackwellFacts]:
+    """What one signature may need, depending on lengths and heads."""
+    if arch in BLACKWELL:
+        for heads in {packed_heads(group): None for group in gqa_groups}:
+            yield BlackwellFacts(dtype, *dims, causal, negative, heads)
+        return
+    for short in {False, causal and forward_tiles(arch, *dims, short=True).short}:
+        yield ForwardFacts(dtype, *dims, causal, negative, short)

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .tiles import Tiles, backward_tiles, forward_tiles
+from ..layouts.hardware import UMMA_ROWS
+from .tiles import Tiles, backward_tiles, blackwell_tiles, forward_tiles
 
 
 @dataclass(frozen=True)
@@ -22,15 +23,33 @@ class ForwardFacts:
     short: bool = False  # causal, at most SHORT_LEN_Q queries, and a row of tiles for such
 
 
+@dataclass(frozen=True)
+class BlackwellFacts:
+    """The same of a forward kernel on tensor memory."""
+
+    dtype: str  # "float16" or "bfloat16": q, k, v and o alike
+    head_dim: int  # of q and k
+    head_dim_v: int  # of v and o
+    causal: bool  # a right bound on the keys exists (bottom-right aligned)
+    negative_scale: bool = False  # scale < 0: the largest score is at the smallest product
+    packed_heads: int = 1  # of q, that share keys, in one tile; divides the GQA group
+
+
+def packed_heads(gqa_group: int) -> int:
+    """Heads of q that share a tile on Blackwell: the whole group, or of a larger one than a tile
+    has rows the largest part that divides it."""
+    return max(n for n in range(1, min(gqa_group, UMMA_ROWS) + 1) if gqa_group % n == 0)
+
+
 def forward_kernel(
-    arch: str, facts: ForwardFacts, tiles: Tiles | None = None
+    arch: str, facts: ForwardFacts | BlackwellFacts, tiles: Tiles | None = None
 ) -> tuple[Callable[..., None], tuple[Any, ...], str]:
     """What `cute.compile` needs to build the forward kernel of these facts.
 
     Args:
         arch: target, such as "sm_90a".
-        facts: the compile-time facts.
-        tiles: in place of the row of the table, for these head dims.
+        facts: the compile-time facts; for sm_100a and sm_103a `BlackwellFacts`.
+        tiles: in place of the row of the table, for these head dims; sm_90a alone.
 
     Returns:
         (function, arguments, options) for `cute.compile(function, *arguments, options=options)`.
@@ -49,6 +68,12 @@ def forward_kernel(
         NotImplementedError: no kernel for `arch`.
         LookupError, ValueError: no tiles for these head dims.
     """
+    options = f"--enable-tvm-ffi --gpu-arch {arch}"
+    if isinstance(facts, BlackwellFacts):
+        from .fwd_sm100 import FwdSm100
+
+        blackwell = FwdSm100(facts, blackwell_tiles(arch, facts.head_dim, facts.head_dim_v))
+        return blackwell, blackwell.fake_arguments(), options
     if arch != "sm_90a":
         raise NotImplementedError(f"no forward kernel for {arch}; there is one for sm_90a")
     # Imported here: the compiler takes a second to import, and the facts alone need none of it.
@@ -56,11 +81,11 @@ def forward_kernel(
 
     row = tiles or forward_tiles(arch, facts.head_dim, facts.head_dim_v, facts.short)
     kernel = FwdSm90(facts, row)
-    return kernel, kernel.fake_arguments(), f"--enable-tvm-ffi --gpu-arch {arch}"
+    return kernel, kernel.fake_arguments(), options
 
 
 def forward_function(
-    arch: str, facts: ForwardFacts, tiles: Tiles | None = None
+    arch: str, facts: ForwardFacts | BlackwellFacts, tiles: Tiles | None = None
 ) -> tuple[Callable[..., None], tuple[Any, ...], str]:
     """`forward_kernel` for tensors in either layout.
 

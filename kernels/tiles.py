@@ -11,14 +11,17 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from ..layouts.hardware import (
+    REGISTER_FILE,
     REGISTERS_PER_THREAD,
     SMEM_BYTES,
     SWIZZLE_BYTES,
+    UMMA_ROWS,
     WARPGROUP_THREADS,
     WGMMA_DEPTH,
     WGMMA_ROWS,
     registers_at_entry,
 )
+from ..layouts.tmem_map import TmemMap
 
 HEAD_DIMS = range(8, 257, 8)  # 16 bytes are what TMA's strides count in; 256, what registers hold
 SHORT_LEN_Q = 1024  # queries of up to so many rows are short
@@ -306,6 +309,176 @@ def forward_tiles(arch: str, head_dim: int, head_dim_v: int, short: bool = False
     """
     rows = sorted((row for row in FORWARD if row.short <= short), key=lambda row: not row.short)
     return _smallest("forward", rows, arch, head_dim, head_dim_v)
+
+
+BLACKWELL = ("sm_100a", "sm_103a")
+STATS_BYTES = 4  # of a row: alpha
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlackwellTiles:
+    """Shape and resources of one forward kernel on tensor memory; a tile of Q has 128 rows.
+
+    Raises ValueError, naming the field and its value, for a row that the SM cannot run.
+    """
+
+    head_dim: int  # of Q and K
+    head_dim_v: int  # of V and O
+    q_tiles: int  # of a CTA, with a softmax warpgroup each
+    stages_kv: int  # K and V take turns in one ring
+    borrow_q_as_o: bool  # O leaves through the shared memory of Q
+    registers_softmax: int
+    registers_correction: int
+    registers_other: int  # of the warps that load, issue products and store
+    fma_pairs: int  # of 8 pairs of exponentials, on the FMA units
+    reason: str
+    tile_kv: int = field(default=128, init=False)
+    early_keys: int = field(default=96, init=False)  # of P, before it is handed over
+    rescale_log2: float = field(default=8.0, init=False)  # P is up to 256, which 16 bits can hold
+    exact_visits: int = field(default=4, init=False)  # of K/V tiles, without a lag of the maximum
+
+    def __post_init__(self) -> None:
+        for name in ("head_dim", "head_dim_v"):
+            if getattr(self, name) not in HEAD_DIMS:
+                raise ValueError(f"{name}={getattr(self, name)}: needs a multiple of 8 up to 256")
+        if self.q_tiles not in (1, 2):
+            raise ValueError(f"q_tiles={self.q_tiles}: needs 1 or 2")
+        if self.stages_kv < 2:
+            raise ValueError(f"stages_kv={self.stages_kv}: needs one of K and one of V")
+        held = self.q_tiles * self.registers_softmax + self.registers_correction
+        total = WARPGROUP_THREADS * (held + self.registers_other)
+        if total > REGISTER_FILE:
+            raise ValueError(f"registers={total}: an SM has {REGISTER_FILE}")
+        if self.smem_bytes > SMEM_BYTES["sm_100a"]:
+            raise ValueError(f"smem_bytes={self.smem_bytes}: a CTA has {SMEM_BYTES['sm_100a']}")
+        _ = self.tmem
+
+    @property
+    def tmem(self) -> TmemMap:
+        """Columns of tensor memory."""
+        out = self.q_tiles * padded_head_dim(self.head_dim_v)
+        return TmemMap({"s": (0, 2 * self.tile_kv), "o": (2 * self.tile_kv, out)})
+
+    @property
+    def q_bytes(self) -> int:
+        """One tile of Q; where O borrows it, large enough for either."""
+        columns = padded_head_dim(self.head_dim)
+        if self.borrow_q_as_o:
+            columns = max(columns, padded_head_dim(self.head_dim_v))
+        return UMMA_ROWS * columns * ELEMENT_BYTES
+
+    @property
+    def o_bytes(self) -> int:
+        """One tile of O; as far apart as those of Q where it borrows them."""
+        if self.borrow_q_as_o:
+            return self.q_bytes
+        return UMMA_ROWS * padded_head_dim(self.head_dim_v) * ELEMENT_BYTES
+
+    @property
+    def k_bytes(self) -> int:
+        """One tile of K."""
+        return self.tile_kv * padded_head_dim(self.head_dim) * ELEMENT_BYTES
+
+    @property
+    def v_bytes(self) -> int:
+        """One tile of V."""
+        return self.tile_kv * padded_head_dim(self.head_dim_v) * ELEMENT_BYTES
+
+    @property
+    def kv_bytes(self) -> int:
+        """One stage of the ring."""
+        return max(self.k_bytes, self.v_bytes)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA."""
+        stats = self.q_tiles * UMMA_ROWS * STATS_BYTES
+        out = 0 if self.borrow_q_as_o else self.o_bytes
+        small = -(-(BARRIER_BYTES + stats) // SWIZZLE_BYTES) * SWIZZLE_BYTES
+        return small + self.q_tiles * (self.q_bytes + out) + self.stages_kv * self.kv_bytes
+
+
+FORWARD_BLACKWELL: tuple[BlackwellTiles, ...] = (
+    BlackwellTiles(
+        head_dim=64,
+        head_dim_v=64,
+        q_tiles=2,
+        stages_kv=10,
+        borrow_q_as_o=False,
+        registers_softmax=192,
+        registers_correction=72,
+        registers_other=56,
+        fma_pairs=2,
+        reason="226 KiB",
+    ),
+    BlackwellTiles(
+        head_dim=96,
+        head_dim_v=96,
+        q_tiles=2,
+        stages_kv=5,
+        borrow_q_as_o=False,
+        registers_softmax=192,
+        registers_correction=72,
+        registers_other=56,
+        fma_pairs=2,
+        reason="218 KiB",
+    ),
+    BlackwellTiles(
+        head_dim=128,
+        head_dim_v=128,
+        q_tiles=2,
+        stages_kv=3,
+        borrow_q_as_o=False,
+        registers_softmax=192,
+        registers_correction=72,
+        registers_other=56,
+        fma_pairs=2,
+        reason="226 KiB",
+    ),
+    BlackwellTiles(
+        head_dim=192,
+        head_dim_v=128,
+        q_tiles=2,
+        stages_kv=2,
+        borrow_q_as_o=True,
+        registers_softmax=192,
+        registers_correction=72,
+        registers_other=56,
+        fma_pairs=2,
+        reason="194 KiB; a third stage, or smem for O, does not fit",
+    ),
+    BlackwellTiles(
+        head_dim=256,
+        head_dim_v=256,
+        q_tiles=1,
+        stages_kv=2,
+        borrow_q_as_o=True,
+        registers_softmax=240,
+        registers_correction=160,
+        registers_other=80,
+        fma_pairs=2,
+        reason="194 KiB; O takes 256 columns of TMEM, which leaves two buffers of S for one tile",
+    ),
+)
+
+
+def blackwell_tiles(arch: str, head_dim: int, head_dim_v: int) -> BlackwellTiles:
+    """The smallest row of the table that holds these head dims, as the tiles of exactly these.
+
+    On sm_103a, whose MUFU does twice as many exponentials a clock, none goes to the FMA units.
+
+    Raises LookupError when no row does; ValueError when they are no multiples of 8.
+    """
+    holds = [
+        row
+        for row in FORWARD_BLACKWELL
+        if row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
+    ]
+    if arch not in BLACKWELL or not holds:
+        raise LookupError(f"no forward tiles for {arch} at head_dim={head_dim}/{head_dim_v}")
+    row = min(holds, key=lambda row: row.head_dim + row.head_dim_v)
+    pairs = 0 if arch == "sm_103a" else row.fma_pairs
+    return replace(row, head_dim=head_dim, head_dim_v=head_dim_v, fma_pairs=pairs)
 
 
 SPLIT_COLUMNS = 64  # and multiples of them are split between two warpgroups

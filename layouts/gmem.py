@@ -42,6 +42,33 @@ def sequence_first(tensor: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
 
 
+def grouped_heads(tensor: cute.Tensor, group: int) -> cute.Tensor:
+    """(batch, len, heads, dim) seen as (group, len, dim, heads / group, batch): heads that share
+    their keys are rows of one tile."""
+    batch, length, heads, dim = tensor.shape
+    batch_stride, len_stride, heads_stride, dim_stride = tensor.stride
+    layout = cute.make_layout(
+        (group, length, dim, heads // group, batch),
+        stride=(heads_stride, len_stride, dim_stride, heads_stride * group, batch_stride),
+    )
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+def grouped_tma_atom(
+    op: Any, tensor: cute.Tensor, stages: cute.ComposedLayout, group: int
+) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """`tma_atom` for tiles of `grouped_heads`.
+
+    Args:
+        op, tensor: as there.
+        stages: (group, positions, columns, stages) in shared memory.
+        group: heads of a tile.
+    """
+    stage = cute.select(stages, mode=[0, 1, 2])
+    shape = tuple(cute.size(stages.outer, mode=[i]) for i in range(3))
+    return cpasync.make_tiled_tma_atom(op, grouped_heads(tensor, group), stage, shape)
+
+
 def fake_heads(
     dtype: type[Numeric], batch: Any, second: Any, third: Any, columns: int
 ) -> cute.Tensor:
@@ -73,13 +100,14 @@ def tma_tiles(
     """Both sides of a TMA copy, each indexed as [None, tile].
 
     Args:
-        smem: (rows, columns, stages).
-        gmem: (rows, columns, tiles), as `cute.local_tile` makes it.
+        smem: (rows, columns, stages), or (group, positions, columns, stages).
+        gmem: the same of a tile, and tiles, as `cute.local_tile` makes it.
     """
+    tile = cute.rank(smem) - 1
     return cpasync.tma_partition(
         atom,
         0,
         cute.make_layout(1),
-        cute.group_modes(smem, 0, 2),
-        cute.group_modes(gmem, 0, 2),
+        cute.group_modes(smem, 0, tile),
+        cute.group_modes(gmem, 0, tile),
     )

@@ -19,6 +19,12 @@ def lane() -> Int32:
     return Int32(_volatile([], "mov.u32 $0, %laneid;", "=r"))
 
 
+def elected() -> Boolean:
+    """Whether this thread is the one of its warp that acts for all."""
+    text = "{ .reg .pred p; elect.sync _|p, -1; selp.b32 $0, 1, 0, p; }"
+    return Int32(_volatile([], text, "=r")) != 0
+
+
 def negative(value: Float32) -> Boolean:
     """Which no result of exp2 is, NaN included, but the compiler does not know.
 

@@ -11,18 +11,18 @@ from .hardware import SWIZZLE_BYTES
 
 
 def row_major_stages(
-    dtype: type[Numeric], shape: tuple[int, int], stages: int, part: int = 0
+    dtype: type[Numeric], shape: tuple[int, int], stages: int, part: int = 0, apart: int = 0
 ) -> cute.ComposedLayout:
     """(rows, columns, stages), columns contiguous, in the widest swizzle that they fill.
 
     `part` columns (0: all of them) hold whole patterns of the swizzle: what a product may read
-    across, as its columns.
+    across, as its columns. Stages are `apart` elements apart (0: as close as they can be).
     """
     rows, columns = shape
     kind = get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, part or columns)
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     one = cute.tile_to_shape(atom, shape, order=(0, 1))
-    stage = cute.make_layout(stages, stride=rows * columns)
+    stage = cute.make_layout(stages, stride=apart or rows * columns)
     return cute.make_composed_layout(one.inner, 0, cute.append(one.outer, stage))
 
 
@@ -39,3 +39,19 @@ def view(memory: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
 def transposed(stages: cute.Tensor) -> cute.Tensor:
     """(rows, columns, stages) seen as (columns, rows, stages): V as the B operand of P V."""
     return cute.make_tensor(stages.iterator, cute.select(stages.layout, mode=[1, 0, 2]))
+
+
+def grouped_rows(stages: cute.ComposedLayout, group: int) -> cute.ComposedLayout:
+    """(rows, columns, stages) seen as (group, rows // group, columns, stages).
+
+    A row is a head of a group at a position, heads first; rows past the last whole group are left
+    out. Of K-major stages alone, whose rows are one pitch apart.
+    """
+    (eight, eights), columns, stage = stages.outer.shape
+    (pitch, _), columns_stride, stage_stride = stages.outer.stride
+    positions = eight * eights // group
+    outer = cute.make_layout(
+        (group, positions, columns, stage),
+        stride=(pitch, pitch * group, columns_stride, stage_stride),
+    )
+    return cute.make_composed_layout(stages.inner, 0, outer)

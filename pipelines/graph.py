@@ -5,7 +5,7 @@ stages (`Edge`), and how many threads meet at a named barrier (`Rendezvous`). Ar
 mbarrier storage, barrier numbers and the size of a CTA are derived from that, never typed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..layouts.hardware import (
     WARPGROUP_WARPS,
 )
 from ..layouts.opaque import lane
+from .rings import By, Ring, init
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,26 @@ class Edge:
 
 
 @dataclass(frozen=True)
+class Handover:
+    """A payload from one role to others, in `stages`, where tensor cores take part.
+
+    `by` and `freed_by` say who arrives: TMA, which brings `stage_bytes`; the tensor cores, when
+    what was issued is done; or the warps of the role. Without `freed_by` nothing is handed back.
+    With `tiles` there are as many rings, one for each of the CTA's tiles of Q; a role that is named
+    by a letter too many, as softmax0 is, stands for the one of each tile.
+    """
+
+    name: str
+    producer: str
+    consumers: tuple[str, ...]
+    stages: int
+    by: By
+    freed_by: By | None
+    stage_bytes: int = 0
+    tiles: int = 1
+
+
+@dataclass(frozen=True)
 class Rendezvous:
     """`count` hardware barriers, numbered one after the other, at each of which `threads` meet."""
 
@@ -67,14 +88,16 @@ class Graph:
     roles: tuple[Role, ...]
     edges: tuple[Edge, ...]
     rendezvous: tuple[Rendezvous, ...]
+    handovers: tuple[Handover, ...] = ()
 
     def __post_init__(self) -> None:
-        for kind in (self.roles, self.edges, self.rendezvous):
+        for kind in (self.roles, self.edges, self.rendezvous, self.handovers):
             names = [member.name for member in kind]
             if len(set(names)) < len(names):
                 raise ValueError(f"names repeat: {names}")
         self._check_roles()
         self._check_edges()
+        self._check_handovers()
         for meeting in self.rendezvous:
             if meeting.threads % WARP_THREADS or not 0 < meeting.threads <= self.threads:
                 raise ValueError(f"rendezvous {meeting.name}: threads={meeting.threads}")
@@ -83,10 +106,15 @@ class Graph:
             raise ValueError(f"{wanted} named barriers: there are {len(NAMED_BARRIERS)}")
 
     def _check_roles(self) -> None:
-        owned = sorted(group for role in self.roles for group in role.warpgroups)
-        if owned != list(range(len(owned))):
-            raise ValueError(f"warpgroups {owned}: every one needs one role")
+        registers = {group: role.registers for role in self.roles for group in role.warpgroups}
+        if sorted(registers) != list(range(len(registers))):
+            raise ValueError(f"warpgroups {sorted(registers)}: every one needs a role")
+        warps = [warp for role in self.roles for warp in role.warps]
+        if len(set(warps)) < len(warps):
+            raise ValueError(f"warps {sorted(warps)}: a warp has one role")
         for role in self.roles:
+            if any(registers[group] != role.registers for group in role.warpgroups):
+                raise ValueError(f"role {role.name}: others in its warpgroup have other registers")
             if not role.warps or {w // WARPGROUP_WARPS for w in role.warps} != {*role.warpgroups}:
                 raise ValueError(f"role {role.name}: {role.warps} is not in {role.warpgroups}")
             if role.registers not in REGISTERS_PER_THREAD:
@@ -103,15 +131,40 @@ class Graph:
             if not 0 < edge.stage_bytes <= TRANSACTION_BYTES:
                 raise ValueError(f"edge {edge.name}: stage_bytes={edge.stage_bytes}")
 
+    def _check_handovers(self) -> None:
+        names = {role.name for role in self.roles}
+        for one in self.handovers:
+            ends = {one.producer, *one.consumers}
+            if len(ends) < 2 or not ends <= names:
+                raise ValueError(f"handover {one.name}: needs roles of {sorted(names)}")
+            if one.stages < 1:
+                raise ValueError(f"handover {one.name}: stages={one.stages}")
+            if (one.by == "tma") != (0 < one.stage_bytes <= TRANSACTION_BYTES):
+                raise ValueError(f"handover {one.name}: stage_bytes={one.stage_bytes}")
+
     @property
     def threads(self) -> int:
         """Threads of one CTA."""
-        return WARPGROUP_THREADS * sum(len(role.warpgroups) for role in self.roles)
+        groups = {group for role in self.roles for group in role.warpgroups}
+        return WARPGROUP_THREADS * len(groups)
+
+    def warps(self, name: str) -> range:
+        """The warps of a role."""
+        return next(role.warps for role in self.roles if role.name == name)
 
     @property
     def mbarriers(self) -> int:
         """64-bit words of shared memory: a full and an empty barrier for each stage."""
-        return sum(2 * edge.stages for edge in self.edges)
+        both = sum(2 * edge.stages for edge in self.edges)
+        return both + sum(
+            one.tiles * one.stages * (2 if one.freed_by else 1) for one in self.handovers
+        )
+
+    def arrivals(self, one: Handover) -> tuple[int, int]:
+        """(full, free): one of TMA and of the tensor cores, one of each warp."""
+        full = len(self.warps(one.producer)) if one.by == "warps" else 1
+        free = sum(len(self.warps(name)) for name in one.consumers)
+        return full, free if one.freed_by == "warps" else 1
 
     def arrive_counts(self, edge: Edge) -> tuple[int, int]:
         """(full, empty): one elected thread announces the bytes; each consumer warp releases.
@@ -170,3 +223,18 @@ class Graph:
             setattr(pipelines, edge.name, ring)
             storage = storage + 2 * edge.stages
         return pipelines
+
+    def rings(self, storage: cute.Pointer) -> Any:
+        """Initialise every mbarrier and return the rings of the handovers by name; those of one
+        with `tiles` by `Ring.of`. Device code, as `build`."""
+        rings: dict[str, Ring] = {}
+        for one in self.handovers:
+            ends = []
+            for count in self.arrivals(one)[: 2 if one.freed_by else 1]:
+                init(storage, one.tiles * one.stages, count)
+                ends.append(storage)
+                storage = storage + one.tiles * one.stages
+            full, free = ends if one.freed_by else (*ends, None)
+            rings[one.name] = Ring(full, free, one.stages, one.stage_bytes, one.by, one.freed_by)
+        # Frozen: of what can be assigned to, the DSL replaces members inside a branch.
+        return make_dataclass("Rings", rings, frozen=True)(**rings)

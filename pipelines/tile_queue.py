@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.memory import SmemAllocator
 
+from .rings import Ring
 from .tile_order import TileOrder
 
 TILE_WORDS = 3  # q_tile, head, batch
@@ -66,3 +67,19 @@ class TileQueue:
         q_tile, head, batch = (cute.arch.make_warp_uniform(self.slot[i]) for i in range(TILE_WORDS))
         stage.release()
         return q_tile, head, batch, load_tile
+
+    @cute.jit
+    def hand_out(self, load_tile: Ring, number: Int32, q_tile: Int32, head: Int32, batch: Int32):
+        """`post` by a ring, as the tile with this number."""
+        load_tile.acquire(number)
+        if cute.arch.lane_idx() == 0:
+            self.slot[0], self.slot[1], self.slot[2] = q_tile, head, batch
+        load_tile.commit(number)
+
+    @cute.jit
+    def take(self, load_tile: Ring, number: Int32):
+        """`read` by a ring: (q_tile, head, batch) of the tile with this number."""
+        load_tile.wait(number)
+        q_tile, head, batch = (cute.arch.make_warp_uniform(self.slot[i]) for i in range(TILE_WORDS))
+        load_tile.release(number)
+        return q_tile, head, batch

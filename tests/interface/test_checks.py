@@ -480,7 +480,7 @@ def test_a_device_that_is_no_gpu() -> None:
     )
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)])
 def test_unsupported_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
@@ -488,7 +488,8 @@ def test_unsupported_gpu(capability: tuple[int, int], monkeypatch: pytest.Monkey
         checks.raise_first(checks.gpu(torch.device("cuda", 0), None))
     assert str(raised.value) == (
         "cuda:0 is an NVIDIA A100 of compute capability {}.{}; needs one that there are kernels "
-        "for: sm_90a (compute capability 9.0); use "
+        "for: sm_90a (compute capability 9.0), sm_100a (compute capability 10.0), sm_103a (compute "
+        "capability 10.3); use "
         "torch.nn.functional.scaled_dot_product_attention on this GPU".format(*capability)
     )
 
@@ -511,9 +512,22 @@ def test_an_sm_version_without_kernels(call: Any) -> None:
     with pytest.raises(NotImplementedError) as raised:
         call("sm_80")
     assert str(raised.value) == (
-        "SM version is 'sm_80'; needs one that there are kernels for: sm_90a; "
-        "pass it as arch or in HOPWELL_ARCH"
+        "SM version is 'sm_80'; needs one that there are kernels for: sm_90a, sm_100a, "
+        "sm_103a; pass it as arch or in HOPWELL_ARCH"
     )
+
+
+def test_gradients_where_there_are_none() -> None:
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.float16, requires_grad=True)
+    with pytest.raises(NotImplementedError) as raised, hopwell.emulate("sm_100a"):
+        hopwell.attention(q, q, q)
+    assert str(raised.value) == (
+        "gradients are asked for on sm_100a; there are kernels for them on sm_90a; call under "
+        "torch.no_grad()"
+    )
+    for call in (hopwell.compile, hopwell.warmup):
+        with pytest.raises(NotImplementedError, match="gradients are asked for on sm_103a"):
+            call("sm_103a", backward=True)
 
 
 def test_emulate_order() -> None:

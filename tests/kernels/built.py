@@ -9,8 +9,9 @@ from typing import NamedTuple
 import cutlass.cute as cute
 
 from hopwell.interface.cubin import usage
-from hopwell.kernels import ForwardFacts, forward_kernel
+from hopwell.kernels import BlackwellFacts, ForwardFacts, forward_kernel
 from hopwell.kernels.fwd_sm90 import FwdSm90
+from hopwell.kernels.fwd_sm100 import FwdSm100
 from hopwell.kernels.tiles import Tiles
 from hopwell.layouts.hardware import registers_at_entry
 
@@ -37,6 +38,24 @@ def build(facts: ForwardFacts, tiles: Tiles | None = None) -> Compiled:
         options += f" --generate-line-info --keep-ptx --keep-cubin --dump-dir {folder}"
         compiled = cute.compile(kernel, *arguments, options=options)
     return Compiled(kernel, compiled, compiled.artifacts.PTX, compiled.artifacts.CUBIN)
+
+
+class CompiledBlackwell(NamedTuple):
+    kernel: FwdSm100
+    call: Callable[..., None]
+    ptx: str
+    cubin: bytes
+
+
+@cache
+def build_blackwell(facts: BlackwellFacts, arch: str = "sm_100a") -> CompiledBlackwell:
+    """The kernel of these facts, from the table."""
+    kernel, arguments, options = forward_kernel(arch, facts)
+    assert isinstance(kernel, FwdSm100)
+    with tempfile.TemporaryDirectory() as folder:
+        options += f" --generate-line-info --keep-ptx --keep-cubin --dump-dir {folder}"
+        compiled = cute.compile(kernel, *arguments, options=options)
+    return CompiledBlackwell(kernel, compiled, compiled.artifacts.PTX, compiled.artifacts.CUBIN)
 
 
 def check_registers(compiled: Compiled) -> None:

@@ -13,7 +13,7 @@ from hopwell import emulator
 from hopwell.emulator import loader, machine
 from hopwell.emulator.report import Counters
 from hopwell.emulator.session import Session
-from hopwell.kernels import ForwardFacts
+from hopwell.kernels import BlackwellFacts, ForwardFacts
 
 from .built import CAUSAL, build
 
@@ -56,7 +56,7 @@ class Case:
 
 
 def case(
-    facts: ForwardFacts,
+    facts: ForwardFacts | BlackwellFacts,
     len_q: int,
     len_kv: int,
     heads: tuple[int, int] = (1, 1),
@@ -82,14 +82,14 @@ def run(facts: ForwardFacts, c: Case, outputs: bool = True, **options: Any) -> N
     assert c.counter.item() == 0
 
 
-def check(facts: ForwardFacts, c: Case) -> None:
+def check(facts: ForwardFacts | BlackwellFacts, c: Case, lse_atol: float = 2e-6) -> None:
     o, lse, bound = c.exact(facts.causal)
     # P and O are each rounded once; half of the smallest subnormal is lost besides in fp16.
     eps = torch.finfo(c.o.dtype).eps
     lost = 2.0**-25 * c.v.double().abs().sum() if facts.dtype == "float16" else 1e-6
     assert ((c.o.double() - o).abs() <= eps * bound + lost).all()
     assert (c.o[lse.transpose(1, 2) == -math.inf] == 0).all()
-    torch.testing.assert_close(c.lse.double(), lse, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(c.lse.double(), lse, atol=lse_atol, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """Pipeline graphs: what is derived from them, and what is refused."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from hopwell.kernels.tiles import BACKWARD, BackwardTiles
+from hopwell.pipelines import forward_sm100
 from hopwell.pipelines.backward_sm90 import backward_graph
 from hopwell.pipelines.forward_sm90 import forward_graph
-from hopwell.pipelines.graph import Edge, Graph, Rendezvous, Role
+from hopwell.pipelines.graph import Edge, Graph, Handover, Rendezvous, Role
 
 
 def graph(consumer_warpgroups: int = 2, stages_q: int = 2) -> Graph:
@@ -95,8 +97,9 @@ EDGE = Edge("load_k", "load", "consume", 2, 1024)
     [
         ((LOAD, LOAD), (), (), r"names repeat"),
         ((LOAD, CONSUME), (EDGE, EDGE), (), r"names repeat"),
-        ((LOAD, Role("other", range(1), range(1), 24)), (), (), r"warpgroups \[0, 0\]"),
-        ((CONSUME,), (), (), r"warpgroups \[1, 2\]: every one needs one role"),
+        ((LOAD, Role("other", range(1), range(1), 24)), (), (), r"warps \[0, 0\]: a warp has one"),
+        ((LOAD, Role("other", range(1), range(1, 2), 32)), (), (), r"role load: others in its"),
+        ((CONSUME,), (), (), r"warpgroups \[1, 2\]: every one needs a role"),
         ((LOAD, Role("consume", range(1, 3), range(4, 8), 240)), (), (), r"role consume"),
         ((LOAD, dataclasses.replace(CONSUME, registers=250)), (), (), r"registers=250"),
         ((LOAD, CONSUME), (dataclasses.replace(EDGE, consumer="mma"),), (), r"edge load_k"),
@@ -116,3 +119,63 @@ def test_a_graph_that_could_not_run_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Graph(roles, edges, rendezvous)
+
+
+# ---- with tensor cores that arrive ---------------------------------------------------------------
+
+
+def blackwell(q_tiles: int = 2, borrow_q_as_o: bool = False) -> Graph:
+    return forward_sm100.forward_graph(
+        q_tiles=q_tiles,
+        stages_kv=3,
+        q_bytes=32768,
+        kv_bytes=(32768, 16384),
+        borrow_q_as_o=borrow_q_as_o,
+        registers_softmax=192,
+        registers_correction=72,
+        registers_other=56,
+    )
+
+
+@pytest.mark.parametrize("q_tiles", [1, 2])
+def test_arrivals_on_blackwell(q_tiles: int) -> None:
+    """A warp arrives once, TMA and the tensor cores once for all they did."""
+    g = blackwell(q_tiles)
+    assert g.threads == 128 * (2 + q_tiles)
+    found = {one.name: g.arrivals(one) for one in g.handovers}
+    warps = 4 * q_tiles + 4 + 2  # softmax, correction, mma and epilogue
+    assert found["load_tile"] == (1, warps)
+    assert found["load_kv"] == found["load_q"] == (1, 1)
+    assert found["softmax_p"][0] == found["softmax_rest"][0] == found["correction_o"][0] == 4
+    assert found["softmax_stats"] == (4, 4) and found["store_o"] == (4, 1)
+    assert found["mma_s"][0] == found["mma_o"][0] == 1
+    # One barrier a stage where nothing comes back, else two; S and P have two buffers in all.
+    one_way, both = 2 * 3 + q_tiles * 2, 1 + 3 + q_tiles * 3
+    assert g.mbarriers == one_way + 2 * both
+
+
+def test_who_frees_q_is_who_uses_it_last() -> None:
+    for borrow, role, by in ((False, "mma", "mma"), (True, "epilogue", "warps")):
+        g = blackwell(borrow_q_as_o=borrow)
+        (load_q,) = (one for one in g.handovers if one.name == "load_q")
+        assert load_q.consumers == (role,) and load_q.freed_by == by
+        assert g.arrivals(load_q) == (1, 1)
+
+
+HANDOVER = Handover("p", "load", ("consume",), 2, "warps", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"consumers": ("mma",)}, "needs roles of"),
+        ({"consumers": ("load",)}, "needs roles of"),
+        ({"stages": 0}, "stages=0"),
+        ({"by": "tma"}, "stage_bytes=0"),
+        ({"stage_bytes": 8}, "stage_bytes=8"),
+        ({"by": "tma", "stage_bytes": 1 << 20}, "stage_bytes=1048576"),
+    ],
+)
+def test_a_handover_that_could_not_run_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"handover p: {message}"):
+        Graph((LOAD, CONSUME), (), (), (dataclasses.replace(HANDOVER, **change),))

@@ -11,12 +11,15 @@ import pytest
 from hopwell.kernels.tiles import (
     BACKWARD,
     FORWARD,
+    FORWARD_BLACKWELL,
     HEAD_DIMS,
     backward_tiles,
+    blackwell_tiles,
     forward_tiles,
     padded_head_dim,
 )
 from hopwell.layouts.hardware import registers_at_entry
+from hopwell.layouts.tmem_map import TmemMap
 
 ROW = forward_tiles("sm_90a", 128, 128)
 
@@ -251,3 +254,67 @@ def test_backward_rows_are_keyed_once_and_give_a_reason() -> None:
 def test_no_backward_row_is_a_lookup_error() -> None:
     with pytest.raises(LookupError, match=r"sm_80 at head_dim=64"):
         backward_tiles("sm_80", 64, 64)
+
+
+# ---- Blackwell -----------------------------------------------------------------------------------
+
+
+def test_rows_of_blackwell_give_a_reason_and_fit() -> None:
+    keys = [(row.head_dim, row.head_dim_v) for row in FORWARD_BLACKWELL]
+    assert len(set(keys)) == len(keys) and all(row.reason for row in FORWARD_BLACKWELL)
+    for row in FORWARD_BLACKWELL:
+        s, o = row.tmem.columns["s"], row.tmem.columns["o"]
+        assert s == (0, 256) and o == (256, row.q_tiles * padded_head_dim(row.head_dim_v))
+        with pytest.raises(ValueError, match="smem_bytes"):  # as many stages as there is room for
+            replace(row, stages_kv=row.stages_kv + 1)
+
+
+def test_sizes_of_a_row_of_blackwell() -> None:
+    row = blackwell_tiles("sm_100a", 128, 128)
+    assert row.q_bytes == row.o_bytes == row.k_bytes == row.v_bytes == 128 * 128 * 2
+    assert row.smem_bytes == 2048 + (2 + 2 + 3) * 128 * 128 * 2
+    wide = blackwell_tiles("sm_103a", 192, 128)
+    assert wide.borrow_q_as_o and wide.o_bytes == wide.q_bytes == 128 * 192 * 2
+    assert wide.kv_bytes == wide.k_bytes and wide.v_bytes == 128 * 128 * 2
+    assert wide.smem_bytes == 2048 + (2 + 2) * 128 * 192 * 2
+    # O that borrows a smaller Q.
+    odd = blackwell_tiles("sm_100a", 8, 136)
+    assert odd.borrow_q_as_o and odd.q_bytes == odd.o_bytes == odd.v_bytes == 128 * 144 * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 12}, "head_dim=12"),
+        ({"head_dim_v": 264}, "head_dim_v=264"),
+        ({"q_tiles": 3}, "q_tiles=3"),
+        ({"stages_kv": 1}, "stages_kv=1"),
+        ({"registers_softmax": 240}, "registers="),
+        ({"stages_kv": 4}, "smem_bytes="),
+        ({"head_dim": 8, "head_dim_v": 136, "stages_kv": 2}, "o ends at column 544"),
+    ],
+)
+def test_a_row_of_blackwell_that_cannot_run_is_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(blackwell_tiles("sm_100a", 128, 128), **change)
+
+
+def test_columns_of_tensor_memory_do_not_overlap() -> None:
+    assert TmemMap({"s": (0, 256), "o": (256, 256)}).first("o") == 256
+    with pytest.raises(ValueError, match="o: columns 255 to 511 overlap s"):
+        TmemMap({"s": (0, 256), "o": (255, 256)})
+    with pytest.raises(ValueError, match="o ends at column 513"):
+        TmemMap({"s": (0, 256), "o": (256, 257)})
+
+
+def test_every_pair_of_head_dims_has_a_row_of_blackwell() -> None:
+    for head_dim, head_dim_v in itertools.product(HEAD_DIMS, HEAD_DIMS):
+        row = blackwell_tiles("sm_100a", head_dim, head_dim_v)
+        assert (row.head_dim, row.head_dim_v) == (head_dim, head_dim_v)
+        assert row.q_tiles == (2 if head_dim <= 192 and head_dim_v <= 128 else 1)
+        assert blackwell_tiles("sm_103a", head_dim, head_dim_v) == replace(row, fma_pairs=0)
+    for arch, dims in (("sm_90a", (64, 64)), ("sm_100a", (264, 64))):
+        with pytest.raises(LookupError, match=f"no forward tiles for {arch}"):
+            blackwell_tiles(arch, *dims)
