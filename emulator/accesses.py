@@ -94,9 +94,8 @@ class Accesses(Lanes):
                 found = shadow.generic(clocks, span, warps, cells[i : i + 1], write, site)
                 if found is not None:
                     self._race(found, write, cta, site)
-        if write:
-            for w in present:
-                self.clocks.wrote_shared(self.warp0 + w, self._lane_bits(m, w))
+        for w in present:
+            self.clocks.touched_shared(self.warp0 + w, self._lane_bits(m, w), write)
 
     def _race(self, found: Conflict | str, write: bool, cta: Cta, site: int) -> None:
         if isinstance(found, str):
@@ -487,7 +486,7 @@ class Accesses(Lanes):
             self._check_shared(cta, rows, 16, givers, write, sites)
             if write:
                 for w in self._warps(m):
-                    self.clocks.wrote_shared(self.warp0 + w, FULL)
+                    self.clocks.touched_shared(self.warp0 + w, FULL, True)
         if self.counting:
             self._count_shared(rows, 16, givers, write)
         given = np.zeros((len(sites), rows.shape[1] // (8 * count), 32), np.int64)

@@ -206,7 +206,17 @@ class Barriers(Accesses):
                 "barrier misuse", f"no mbarrier was initialised at {address:#x}", site, fatal=True
             )
             raise AssertionError
+        self._alive(cta, site)
         return cta, barrier
+
+    def _alive(self, cta: Cta, site: int) -> None:
+        """Nothing may arrive in another CTA that has ended."""
+        if cta is not self.cta and not cta.live:
+            self.report(
+                "barrier misuse",
+                f"an mbarrier of CTA {cta.rank} of the cluster is used, which has ended",
+                site,
+            )
 
     def _sees_init(self, barrier: Mbarrier, m: Mask, site: int, asynchronous: bool = False) -> None:
         warp, epoch = barrier.init
@@ -260,7 +270,7 @@ class Barriers(Accesses):
             where = self._at(address, lane)
             _, barrier = self._mbarrier(where, site, False)
             before = taken.get(where, 0)
-            states[lane] = (barrier.pending - before) << 32 | barrier.phase & FULL
+            states[lane] = max(0, barrier.pending - before) << 32 | barrier.phase & FULL
             taken[where] = before + self._at(count, lane)
         return states
 

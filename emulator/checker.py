@@ -49,10 +49,11 @@ class Clocks:
         self.ids: dict[Hashable, int] = {}
         self.names: list[str] = [f"warp {w}" for w in range(warps)]
         self.rows[np.arange(warps), 0, np.arange(warps)] = 1
-        # Lanes of each warp that wrote shared memory since the warp last synchronised itself, and
-        # the epoch before those writes: an arrival by other lanes does not cover them.
+        # Lanes of each warp that wrote and read shared memory since the warp last synchronised
+        # itself, and the epoch before that: an arrival by other lanes does not cover it.
         self.wrote = [0] * warps
-        self.wrote_at = [0] * warps
+        self.read = [0] * warps
+        self.touched_at = [0] * warps
         self.covered = [0] * warps
 
     def start(self, first: int, count: int) -> None:
@@ -63,7 +64,8 @@ class Clocks:
         for warp in range(first, first + count):
             self.rows[warp, :] = latest
             self.rows[warp, 0, warp] += 1
-            self.wrote[warp], self.covered[warp] = 0, int(self.rows[warp, 0, warp]) - 1
+            self.wrote[warp] = self.read[warp] = 0
+            self.covered[warp] = int(self.rows[warp, 0, warp]) - 1
 
     def agent(self, key: Hashable, name: str) -> int:
         """The number of an asynchronous agent, made when first asked for."""
@@ -89,9 +91,17 @@ class Clocks:
         self.issued[agent] += 1
         return int(self.issued[agent])
 
-    def wrote_shared(self, warp: int, lanes: int) -> None:
-        self.wrote[warp] |= lanes
-        self.wrote_at[warp] = int(self.rows[warp, 0, warp])
+    def touched_shared(self, warp: int, lanes: int, write: bool) -> None:
+        (self.wrote if write else self.read)[warp] |= lanes
+        self.touched_at[warp] = int(self.rows[warp, 0, warp])
+
+    def _leaves_out(self, warp: int, lanes: int) -> bool:
+        """Whether what a release of `lanes` hands over is other lanes' too.
+
+        Of lanes that wrote, that is what they wrote; of others, that all have read.
+        """
+        wrote = self.wrote[warp]
+        return bool(wrote & ~lanes or (self.read[warp] & ~lanes and not wrote))
 
     def _visible(self, warp: int, lanes: int) -> int:
         """The epoch up to which the warp's own writes are covered by a release of `lanes`."""
@@ -106,8 +116,8 @@ class Clocks:
         """What `lanes` of each warp hand over, joined to `into`, which may be overwritten."""
         rows = self.rows[warps].copy()
         for i, warp in enumerate(range(warps.start, warps.stop)):
-            if self.wrote[warp] & ~lanes[i]:
-                rows[i, 0, warp] = self.covered[warp]
+            if self._leaves_out(warp, lanes[i]):
+                np.minimum(rows[i, :, warp], self.covered[warp], out=rows[i, :, warp])
             self._tick(warp)
         clock = rows.max(0)
         return clock if into is None else self.join(into, clock)
@@ -115,11 +125,11 @@ class Clocks:
     def acquire(self, warps: slice, clock: Clock) -> None:
         """The warps have synchronised with agents that had seen `clock`."""
         for warp in range(warps.start, warps.stop):
-            if self.wrote[warp]:
-                # What comes back of the warp's own writes, all its lanes have seen.
+            if self.wrote[warp] | self.read[warp]:
+                # What comes back of the warp's own accesses, all its lanes have seen.
                 self.covered[warp] = max(self.covered[warp], int(clock[0, warp]))
-                if self.covered[warp] >= self.wrote_at[warp]:
-                    self.wrote[warp] = 0
+                if self.covered[warp] >= self.touched_at[warp]:
+                    self.wrote[warp] = self.read[warp] = 0
         rows = self.rows[warps, :, : clock.shape[1]]
         np.maximum(rows, clock, out=rows)
 
@@ -132,7 +142,7 @@ class Clocks:
     def sync_warp(self, warp: int) -> None:
         """The lanes of a warp have synchronised with one another."""
         self.covered[warp] = int(self.rows[warp, 0, warp])
-        self.wrote[warp] = 0
+        self.wrote[warp] = self.read[warp] = 0
         self._tick(warp)
 
     def fence(self, warp: int, lanes: int) -> None:

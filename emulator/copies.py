@@ -133,10 +133,16 @@ class Copies(Barriers):
             if self.counting:
                 region = tma.global_footprint(tensor, at)
                 self.machine.counters.tma_load_bytes += region.nbytes if region else 0
-            self._load_box(tensor, at, targets, lane, site)
+            self._load_box(tensor, at, targets, pair, lane, site)
 
     def _load_box(
-        self, tensor: tma.TensorMap, at: tuple, targets: list[tuple[int, int]], lane: int, site: int
+        self,
+        tensor: tma.TensorMap,
+        at: tuple,
+        targets: list[tuple[int, int]],
+        pair: bool,
+        lane: int,
+        site: int,
     ) -> None:
         view = self._view(site, False)
         arrivals = []
@@ -147,6 +153,13 @@ class Copies(Barriers):
                     f"a box goes to CTA {where >> 24} of a cluster of {len(self.cta.cluster.ctas)}",
                     site,
                     fatal=True,
+                )
+            if where >> 24 + pair != bar >> 24 + pair:
+                self.report(
+                    "barrier misuse",
+                    f"a box goes to CTA {where >> 24} of the cluster and counts at an mbarrier of "
+                    f"CTA {bar >> 24}: {'another pair' if pair else 'without .cta_group::2'}",
+                    site,
                 )
             cta = self.cta.cluster.ctas[where >> 24]
             granules = self._box_granules(tensor, where, cta, site)

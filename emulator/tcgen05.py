@@ -679,15 +679,17 @@ class Tcgen05(Copies):
                 bits = self._at(mask, lane)
                 targets = [r << 24 | where & 0xFFFFFF for r in range(16) if bits >> r & 1]
             only = self._only(lane)
-            barriers = [self._mbarrier(target, site)[1] for target in targets]
+            found = [self._mbarrier(target, site) for target in targets]
+            barriers = [barrier for _, barrier in found]
             epoch, clock = self.clocks.issue(pipe.agent), None
             if self.check:
                 for one in barriers:
                     self._sees_init(one, only, site)
                 clock = self._release(only, None)
 
-            def work(barriers=barriers, epoch=epoch, clock=clock, pipe=pipe, site=site) -> None:
-                for one in barriers:
+            def work(found=found, epoch=epoch, clock=clock, pipe=pipe, site=site) -> None:
+                for cta, one in found:
+                    self._alive(cta, site)
                     if one.pending <= 0:
                         self.machine.report(
                             "barrier misuse", "tcgen05.commit arrives once too often", site

@@ -10,6 +10,7 @@ from hopwell import emulator
 from hopwell.emulator import loader
 from hopwell.kernels import (
     BackwardFacts,
+    BlackwellFacts,
     ForwardFacts,
     backward_function,
     backward_workspace,
@@ -43,6 +44,26 @@ def forward(head_dim: int, causal: bool) -> Case:
         return out, lse
 
     return Case(run, grid=(1, 1, 1))
+
+
+def forward_sm100(head_dim: int) -> Case:
+    """Our own forward kernel for Blackwell, causal, one CTA for all tiles of Q.
+
+    Three pairs of tiles, with five, four and two K/V tiles: each stage of the ring is filled twice.
+    The scale is one at which maxima rise by more than O may lag behind, so that it is rescaled.
+    """
+    q, k, v = _inputs(640, 600, head_dim)
+    facts = BlackwellFacts("bfloat16", head_dim, head_dim, causal=True)
+    function, fakes, options = forward_kernel("sm_100a", facts)
+    compiled = loader.compile(function, *fakes, arch="sm_100a", options=options)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        out, lse = torch.empty_like(q), torch.empty(1, 1, len(q[0]))
+        counter = torch.zeros(1, dtype=torch.int32)
+        compiled(q, k, v, out, lse, 1.0, counter)
+        return out, lse
+
+    return Case(run, grid=(1, 1, 1), strict=True)
 
 
 def backward(head_dim: int) -> Case:
@@ -81,15 +102,22 @@ def fa4_backward(head_dim: int, causal: bool, arch: str = "sm_90a") -> Case:
     with emulator.session():
         out, lse = fa4.fa4_forward(q, k, v, causal, arch)
     dout = torch.randn_like(out)
-    return Case(lambda: fa4.fa4_backward(dout, q, k, v, out, lse, causal, arch))
+    # See test_fa4.
+    known = () if arch == "sm_90a" else ("unfinished copy",)
+    return Case(lambda: fa4.fa4_backward(dout, q, k, v, out, lse, causal, arch), known=known)
 
 
 CASES: dict[str, Callable[[], Case]] = {
     "forward-64": lambda: forward(64, causal=True),
     "forward-128": lambda: forward(128, causal=False),
     "backward-64": lambda: backward(64),
+    "forward-sm100-64": lambda: forward_sm100(64),
+    "forward-sm100-128": lambda: forward_sm100(128),
     "fa4-forward": lambda: fa4_forward(128, causal=True),
     "fa4-backward": lambda: fa4_backward(128, causal=True),
     "fa4-forward-sm100": lambda: fa4_forward(64, True, "sm_100a", len_q=700),
+    "fa4-backward-sm100": lambda: fa4_backward(64, True, "sm_100a"),
+    # Those for head_dim 128 work in pairs of CTAs, forward only without a mask.
     "fa4-forward-pair": lambda: fa4_forward(128, False, "sm_100a", len_q=700),
+    "fa4-backward-pair": lambda: fa4_backward(128, True, "sm_100a"),
 }

@@ -156,7 +156,11 @@ FAULTS = [
     ),
     Fault(
         "infinity minus infinity, where a tile hides a row wholly",
-        {"pivot = Float32(0.0) if new == self.hidden else new": "pivot = new"},
+        {
+            "pivot = Float32(0.0) if new == self.hidden else new\n            # Not": (
+                "pivot = new\n            # Not"
+            )
+        },
         kind="nan",
         message=rf"an output holds NaN though no input does; .* by thread 128 .*{CONSUMERS}",
         line="(old - pivot) * self.scale_log2",

@@ -35,6 +35,42 @@ _HANDED_OVER = (
 _NEXT_COMMIT = "the next commit takes these products along, and one wait is for all of them"
 _AT_END = "split by keys, products are over at the end of each tile; by columns, here"
 _UNWRITTEN = "place_free: no thread wrote what is read next but dS, which has a fence of its own"
+_NO_FENCE = (
+    "PTX asks for tcgen05.fence where an mbarrier orders accesses of tensor memory; neither DSL "
+    "nor FlashAttention-4 emits it, processors bear that, and the checker does not ask for it"
+)
+_WHOLE_WARP = (
+    "only tensor memory is handed over: the warp does tcgen05.ld, .st and .wait as a whole"
+)
+_SAME_LANE = (
+    "the lane that is elected, the first, is the one that wrote, or started the copy and waited"
+)
+_ALPHA_READ = (
+    "S of this tile was issued behind the last product, which waited for correction_o, which comes "
+    "after alpha was read; only after the last tile of a work does no such S come"
+)
+_S_BEHIND_O = (
+    "alpha of this K/V tile comes from an S that was issued behind the product awaited, and a "
+    "commit is for all products before it (not so with one tile of Q: see faults_sm100)"
+)
+_BOTH_Q = (
+    "both tiles of Q are free once the same products are over: the wait for the first is enough"
+)
+_STAGES_LEFT = (
+    "the wait for Q stands for all products of the last tile, and no tile here has more of K and V "
+    "than there are stages (that with head_dim 128 does)"
+)
+_HIDDEN = "S of a K/V tile that the mask hides wholly from this tile of Q"
+_NOTHING = "P of these queries is 0, the mask hides them: zeros are added elsewhere"
+_KNOWN = "the kernel as it is ends with a copy unfinished, too: see test_fa4"
+_NOT_RUN = "a path that this input does not take: of a tile of Q without keys, among others"
+_TMEM_FREE = "the wait before tensor memory is freed keeps both CTAs of the pair alive as well"
+_FIRST_TILE = (
+    "the first tile of Q has more of K and V than there are stages: before the next is handed out, "
+    "load has waited for products behind what this warp hands over later"
+)
+_AT_EXIT = "shared memory was read by then, and the end of a kernel waits for its writes"
+_ALONE = "a CTA has an SM for itself: nobody else asks for tensor memory"
 
 _FENCE = "dropped: wgmma.fence.sync.aligned in `@cute.jit`"
 _TURN = (
@@ -48,6 +84,28 @@ _WGMMA_WAIT = "wgmma.wait_group.sync.aligned in `warpgroup.wait_group(wg_wait)`"
 _LAST_WAIT = "wgmma.wait_group.sync.aligned in `warpgroup.wait_group(0)`"
 _INIT = "mbarrier.init.shared.b64 in `else pipeline.PipelineTmaAsync.create(`"
 _BULK_WAIT = "cp.async.bulk.wait_group.read in `cute.arch.cp_async_bulk_wait_group(1, read=True)`"
+
+_ARRIVE = "dropped: bar.warp.sync in "
+FORWARD_SM100 = {
+    "dropped: bar.sync in `pipeline.pipeline_init_wait()`": (1, _TWICE),
+    "dropped: bar.sync in `cute.arch.sync_threads()`": (1, _TWICE),
+    "dropped: tcgen05.fence::after_thread_sync in `tmem.after_taking_over()`": (10, _NO_FENCE),
+    "dropped: tcgen05.fence::before_thread_sync in `tmem.before_handing_over()`": (7, _NO_FENCE),
+    _ARRIVE + "`ring.of(t).commit(step)`": (4, _WHOLE_WARP),
+    _ARRIVE + "`rings.correction_o.of(t).commit(done + step)`": (2, _WHOLE_WARP),
+    _ARRIVE + "`load_tile.commit(number)`": (2, _SAME_LANE),
+    _ARRIVE + "`rings.store_o.of(t).release(work)`": (2, _SAME_LANE),
+    _WAIT + "`rings.softmax_stats.of(t).acquire(number)`": (1, _ALPHA_READ),
+    _WAIT + "`rings.mma_o.of(t).wait(done + step - 1)`": (2, _S_BEHIND_O),
+    _WAIT + "`ring.acquire(work)`": (1, _BOTH_Q),
+    "dropped: cp.async.bulk.wait_group in `cute.arch.cp_async_bulk_wait_group(0)`": (1, _AT_EXIT),
+    "one group more: cp.async.bulk.wait_group in `cute.arch.cp_async_bulk_wait_group(0)`": (
+        1,
+        _AT_EXIT,
+    ),
+    "dropped: tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned in "
+    "`cute.arch.relinquish_tmem_alloc_permit()`": (1, _ALONE),
+}
 
 HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
     "forward-64": {
@@ -83,6 +141,15 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
             _UNWRITTEN,
         ),
     },
+    "forward-sm100-64": {
+        **FORWARD_SM100,
+        _WAIT + "`ring.acquire(kv, self.tiles.v_bytes)`": (1, _STAGES_LEFT),
+        _WAIT + "`ring.acquire(kv, self.tiles.k_bytes)`": (1, _STAGES_LEFT),
+    },
+    "forward-sm100-128": {
+        **FORWARD_SM100,
+        _ARRIVE + "`load_tile.release(number)`": (2, _FIRST_TILE),
+    },
     "fa4-forward": {
         _FENCE: (3, _COVERED),
         "dropped: bar.sync in `cute.arch.barrier(`": (1, _TURNS),
@@ -112,8 +179,24 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
             _TOGETHER,
         ),
     },
-    # Of each twentieth mutant alone.
+    # Of samples alone.
+    "fa4-backward-sm100": {
+        "D on: tcgen05.mma.cta_group::1.kind::f16 in `@cute.jit`": (1, _NOTHING),
+        "doubled: mbarrier.arrive.shared.b64 in "
+        "`pipeline_dKV.consumer_release(consumer_state_dKV)`": (1, _ONE_TILE),
+        "one group more: cp.async.bulk.wait_group.read in "
+        "`cute.arch.cp_async_bulk_wait_group(0, read=True)`": (1, _KNOWN),
+    },
+    "fa4-forward-pair": {
+        "parity flipped: mbarrier.try_wait.parity.shared.b64 in "
+        "`pipeline_kv.producer_tail(kv_producer_state)`": (1, _TMEM_FREE),
+        "lanes on: tcgen05.ld.sync.aligned.32x32b.x16.b32 in "
+        "`cute.copy(thr_tmem_load, tOtO_t2r_i, tOrO_frg)`": (2, _NOT_RUN),
+        "dropped: mbarrier.arrive.shared::cluster.b64 in "
+        "`pipeline_s_p_o.consumer_release_w_index(stage)`": (1, _NOT_RUN),
+    },
     "fa4-forward-sm100": {
+        "adds or not: flipped: tcgen05.mma.cta_group::1.kind::f16 in `@cute.jit`": (1, _HIDDEN),
         "count - 1: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
             1,
             _ONE_TILE,

@@ -1,7 +1,9 @@
 """Removes or alters, one at a time, every synchronising instruction of a kernel's PTX.
 
-A mutant is caught if the checker names a fault under one of a few orders of execution. What is not
-caught must stand in `harmless.py` with the reason. Run by hand for the whole table:
+A mutant is caught if the checker names a fault under one of a few orders of execution. What only
+computes with other values, a product that adds where it should not or that takes other columns, may
+also be caught by wrong outputs. What is not caught must stand in `harmless.py` with the reason. Run
+by hand for the whole table:
 
     make mutation
 """
@@ -28,8 +30,15 @@ ORDERS = [("eager", 0), ("deferred", 0), *(("random", seed) for seed in range(4)
 # These can only be dropped.
 DROPPED = (
     *("fence.", "membar", "bar.warp", "barrier.cluster", "wgmma.fence"),
-    *("tcgen05.wait", "tcgen05.dealloc"),
+    *("tcgen05.wait", "tcgen05.fence", "tcgen05.relinquish"),
 )
+
+# Edits that let the kernel compute something else: wrong outputs show them too.
+OTHER_COLUMNS = 32  # further on in tensor memory
+OTHER_ROWS = 64  # of 16 bytes further on in shared memory, eight rows of 128 bytes: a descriptor's
+NUMBERS = ("adds or not: flipped", "A on", "B on", "D on", "columns on")
+
+FEW = 10  # findings to go on after, where some are known
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -40,6 +49,8 @@ class Case:
 
     run: Callable[[], Outputs]
     grid: tuple[int, int, int] | None = None  # in place of the launch's own: fewer CTAs, more turns
+    strict: bool = False  # as `emulator.Options` has it
+    known: tuple[str, ...] = ()  # kinds of findings that the unmutated kernel has, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,30 +79,89 @@ class Verdict:
     order: str
     changed: bool  # outputs differ from the unmutated kernel's though nothing was found
 
+    @property
+    def kind(self) -> str:
+        """How it was caught; empty if it was not."""
+        if self.finding is not None:
+            return self.finding.kind
+        return "wrong numbers" if self.changed and self.mutant.edit in NUMBERS else ""
+
 
 def mutants_of(launch: loader.Launch) -> Iterator[Mutant]:
     """Every mutant of a launched kernel."""
     kernel = ptx.parse(launch.ptx, launch.entry)
+    product: ptx.Instruction | None = None  # the last one, with no commit behind it
     for instruction in kernel.instructions:
         start, stop = instruction.span
+        named = launch.entry, instruction.index
+        what = instruction.text, instruction.source
         for edit, replacement in edits(instruction):
             text = launch.ptx[:start] + replacement + launch.ptx[stop:]
-            named = launch.entry, instruction.index, edit, instruction.text, instruction.source
-            yield Mutant(*named, launch.ptx, text)
+            yield Mutant(*named, edit, *what, launch.ptx, text)
+        if instruction.opcode.startswith("tcgen05.commit"):
+            if product is not None:
+                text = _overtaken(launch, product, instruction)
+                yield Mutant(*named, "before the last product", *what, launch.ptx, text)
+            product = None
+        elif instruction.opcode.startswith("tcgen05.mma"):
+            product = instruction
+
+
+def _overtaken(launch: loader.Launch, product: ptx.Instruction, commit: ptx.Instruction) -> str:
+    """The PTX with a product issued behind the commit that it came before, with what it had."""
+    guard, opcode, operands = _parts(product)
+    kinds = {0: "b32", 3: "b32", len(operands) - 1: "pred"}  # else descriptors
+    saved, names = "", []
+    for i, operand in enumerate(operands):
+        if operand.startswith("{"):  # lanes left out: constants
+            names.append(("", "", operand))
+            continue
+        bare, brackets = operand.strip("[]"), operand.startswith("[")
+        base, _, offset = (part.strip() for part in bare.partition("+"))
+        kind = "b32" if brackets else kinds.get(i, "b64")
+        if kind == "pred" and base.isdigit():
+            saved += f"setp.ne.u32 late_{i}, {base}, 0; "
+        else:
+            saved += f"mov.{kind} late_{i}, {base}; "
+        if offset:
+            saved += f"add.u32 late_{i}, late_{i}, {offset}; "
+        names.append((kind, f"late_{i}", f"[late_{i}]" if brackets else f"late_{i}"))
+    held = (
+        "".join(f".reg .{kind} {name}; " for kind, name, _ in names if name) + ".reg .pred leader; "
+    )
+    leads = guard.strip().removeprefix("@") or "1"
+    saved += "setp.ne.u32 leader, 1, 0; " if leads == "1" else f"mov.pred leader, {leads}; "
+    late = f" @leader {opcode} {', '.join(name for *_, name in names)};"
+    text, body = launch.ptx, launch.ptx.index("{", launch.ptx.index(")", _entry(launch))) + 1
+    (a, b), c = product.span, commit.span[1]
+    return text[:body] + held + text[body:a] + saved + text[b:c] + late + text[c:]
+
+
+def _entry(launch: loader.Launch) -> int:
+    """Where the kernel's name stands before its parameters."""
+    return launch.ptx.index(f".entry {launch.entry}(")
 
 
 def edits(ins: ptx.Instruction) -> Iterator[tuple[str, str]]:
     """(what is done, PTX to put in its place); nothing for what does not synchronise."""
-    guard = f"@{'!' if ins.negated else ''}{ins.predicate} " if ins.predicate else ""
-    body = ins.text[len(ins.text.split(None, 1)[0]) :].strip() if guard else ins.text
-    opcode, _, rest = body.partition(" ")
-    operands = [part.strip() for part in _split(rest)]
+    guard, opcode, operands = _parts(ins)
+    body = f"{opcode} {', '.join(operands)}"
     head = opcode.split(".")
 
-    def with_operand(i: int, compute: str) -> str:
+    def with_operand(i: int, compute: str, kind: str = "b32", name: str = "mutant") -> str:
         """The instruction with operand i replaced by the result of `compute`."""
-        changed = [*operands[:i], "mutant", *operands[i + 1 :]]
-        return f"{{ .reg .b32 mutant; {compute}; {guard}{opcode} {', '.join(changed)}; }}"
+        changed = [*operands[:i], name, *operands[i + 1 :]]
+        return f"{{ .reg .{kind} mutant; {compute}; {guard}{opcode} {', '.join(changed)}; }}"
+
+    def moved(i: int, by: int) -> str:
+        """The instruction with another address, or descriptor, in operand i."""
+        operand = operands[i]
+        if not operand.startswith("["):
+            return with_operand(i, f"add.s64 mutant, {operand}, {by}", "b64")
+        base, _, offset = (part.strip() for part in operand.strip("[]").partition("+"))
+        return with_operand(
+            i, f"add.u32 mutant, {base}, {int(offset or '0', 0) + by}", name="[mutant]"
+        )
 
     if opcode.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
         yield "wait dropped", f"{guard}setp.eq.u32 {operands[0]}, 0, 0;"
@@ -119,6 +189,38 @@ def edits(ins: ptx.Instruction) -> Iterator[tuple[str, str]]:
     elif opcode.startswith("tcgen05.commit"):
         yield "dropped", ""
         yield "doubled", f"{guard}{body}; {guard}{body};"
+        if "multicast::cluster" in opcode:
+            for rank in (0, 1):
+                compute = f"and.b16 mutant, {operands[1]}, {1 << rank}"
+                yield f"to CTA {rank} alone", with_operand(1, compute, "b16")
+    elif opcode.startswith(("tcgen05.alloc", "tcgen05.dealloc")):
+        yield "dropped", ""
+        yield "columns halved", with_operand(1, f"shr.u32 mutant, {operands[1]}, 1")
+    elif opcode.startswith("tcgen05.mma"):
+        adds, source = operands[-1], "[" if operands[1].startswith("[") else ""
+        flip = f"setp.{'eq' if adds != '0' else 'ne'}.u32 mutant, 0, 1"
+        if not adds.isdigit():
+            flip = f"not.pred mutant, {adds}"
+        yield "adds or not: flipped", with_operand(len(operands) - 1, flip, "pred")
+        yield "D on", moved(0, OTHER_COLUMNS)
+        yield "A on", moved(1, OTHER_COLUMNS if source else OTHER_ROWS)
+        yield "B on", moved(2, OTHER_ROWS)
+    elif opcode.startswith(("tcgen05.ld", "tcgen05.st")):
+        where = next(i for i, operand in enumerate(operands) if operand.startswith("["))
+        yield "columns on", moved(where, OTHER_COLUMNS)
+        yield "lanes on", moved(where, 32 << 16)
+    elif opcode.startswith("mapa"):
+        yield "the other CTA", with_operand(2, f"xor.b32 mutant, {operands[2]}, 1")
+    elif opcode.startswith("cp.async.bulk.tensor") and "mbarrier::complete_tx::bytes" in opcode:
+        if "cta_group::2" in head:
+            yield "not as a pair", f"{guard}{body.replace('.cta_group::2', '')};"
+        if "multicast::cluster" in opcode:
+            for rank in (0, 1):
+                compute = f"and.b16 mutant, {operands[3]}, {1 << rank}"
+                yield f"to CTA {rank} alone", with_operand(3, compute, "b16")
+    elif opcode.startswith("cp.async.bulk.shared::cluster.shared::cta"):
+        yield "dropped", ""
+        yield "bytes halved", with_operand(2, f"shr.u32 mutant, {operands[2]}, 1")
     elif opcode.startswith(DROPPED) or "commit_group" in head:
         yield "dropped", ""
     elif "wait_group" in head:
@@ -127,6 +229,14 @@ def edits(ins: ptx.Instruction) -> Iterator[tuple[str, str]]:
     elif head[0] in ("shfl", "vote", "redux", "match", "elect") and operands[-1] == "-1":
         changed = [*operands[:-1], "0x7fffffff"]
         yield "lane 31 not in the mask", f"{guard}{opcode} {', '.join(changed)};"
+
+
+def _parts(ins: ptx.Instruction) -> tuple[str, str, list[str]]:
+    """(guard, opcode, operands) as they stand in the PTX."""
+    guard = f"@{'!' if ins.negated else ''}{ins.predicate} " if ins.predicate else ""
+    body = ins.text[len(ins.text.split(None, 1)[0]) :].strip() if guard else ins.text
+    opcode, _, rest = body.partition(" ")
+    return guard, opcode, [part.strip() for part in _split(rest)]
 
 
 def _split(text: str) -> list[str]:
@@ -158,16 +268,20 @@ class _Session(Session):
 
 
 def execute(case: Case, order: str, seed: int, mutant: Mutant | None = None) -> tuple:
-    """(outputs or None, finding or None, launches by PTX and entry) of one run."""
-    options = emulator.Options(counters=False, order=order, seed=seed, max_findings=1)
+    """(outputs, finding or None, launches by PTX and entry) of one run."""
+    options = emulator.Options(
+        counters=False,
+        order=order,
+        seed=seed,
+        max_findings=FEW if case.known else 1,
+        strict=case.strict,
+        raise_on_fault=False,
+    )
     session = _Session(options, case, mutant)
-    outputs, finding = None, None
     with loader.intercept(session.launch):
-        try:
-            outputs = case.run()
-        except emulator.KernelFault as fault:
-            finding = fault.findings[0]
-    return outputs, finding, session.launches
+        outputs = case.run()
+    new = [f for f in session.report.findings if f.kind not in case.known]
+    return outputs, new[0] if new else None, session.launches
 
 
 def judge(case: Case, mutant: Mutant, expected: Outputs) -> Verdict:
@@ -178,6 +292,8 @@ def judge(case: Case, mutant: Mutant, expected: Outputs) -> Verdict:
         if finding is not None:
             return Verdict(mutant, finding, f"{order} {seed}", False)
         changed |= any(not _close(a, b) for a, b in zip(outputs, expected, strict=True))
+        if changed and mutant.edit in NUMBERS:
+            break
     return Verdict(mutant, None, "", changed)
 
 
@@ -208,11 +324,11 @@ class Score:
     verdicts: list[Verdict]
 
     def __post_init__(self) -> None:
-        self.caught = [v for v in self.verdicts if v.finding is not None]
+        self.caught = [v for v in self.verdicts if v.kind]
         self.missed: list[Verdict] = []
         left = {place: count for place, (count, _) in HARMLESS.get(self.name, {}).items()}
         for verdict in self.verdicts:
-            if verdict.finding is None:
+            if not verdict.kind:
                 place = verdict.mutant.place
                 if left.get(place, 0) and not verdict.changed:
                     left[place] -= 1
@@ -231,7 +347,7 @@ class Score:
             f"{self.name}: {len(self.verdicts)} mutants, {len(self.caught)} caught, {excused} "
             f"harmless, {len(self.missed)} missed: {self.share:.1%} of the not-harmless caught"
         ]
-        kinds = collections.Counter(v.finding.kind for v in self.caught if v.finding)
+        kinds = collections.Counter(v.kind for v in self.caught)
         lines += [f"  {count:4} {kind}" for kind, count in kinds.most_common()]
         for place, count in collections.Counter(v.mutant.place for v in self.missed).items():
             changed = any(v.changed for v in self.missed if v.mutant.place == place)

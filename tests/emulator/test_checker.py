@@ -6,12 +6,14 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hopwell import emulator
 
 from ..kernels.built import build
+from . import sm100
 from .faults import FACTS, LEN_KV, LEN_Q, TILES
 from .kernels import faulty
 
@@ -94,3 +96,59 @@ def test_a_dependent_launch_must_wait() -> None:
     assert finding.kind == "race"
     assert "argument 2 may still be written by the kernel before" in finding.message
     assert finding.kernel.startswith("kernel_cutlass_second")
+
+
+# Warp 1 does something with all its lanes, and one of them arrives for warp 0, which goes on.
+ARRIVAL = """
+    @!%p1 bra READY;
+    mbarrier.init.shared.b64 [smem], 1;
+    st.shared.b32 [smem+16], %r0;
+READY:
+    bar.sync 0;
+    setp.eq.u32 %p2, %r1, 1;
+    @!%p2 bra WAITS;
+    {first}
+    elect.sync %r9|%p3, -1;
+    @%p3 mbarrier.arrive.shared.b64 _, [smem];
+WAITS:
+    @!%p0 bra OVER;
+AGAIN:
+    mbarrier.try_wait.parity.shared.b64 %p4, [smem], 0;
+    @!%p4 bra AGAIN;
+    {then}
+OVER:
+"""
+OWN_WORD = "and.b32 %r8, %r0, 31; shl.b32 %r8, %r8, 2; mov.u32 %r7, smem; add.u32 %r8, %r8, %r7;"
+READS = f"{OWN_WORD} ld.shared.b32 %r10, [smem+16];"
+WRITES = f"{OWN_WORD} st.shared.b32 [%r8+128], %r0; fence.proxy.async.shared::cta;"
+BULK = "@%p1 cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r7+128], 128;"
+STORE = f"mov.u32 %r7, smem; {BULK} cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "races"),
+    [
+        (READS, "@%p1 st.shared.b32 [smem+16], %r0;", "the read of warp 1"),
+        (WRITES, STORE, "the write of warp 1"),
+    ],
+    ids=["reads", "fenced writes"],
+)
+def test_one_lane_arrives_for_others_only_once_they_have_synchronised(
+    first: str, then: str, races: str
+) -> None:
+    result = np.zeros(64, np.uint32)
+    for between, found in (("", True), ("bar.warp.sync -1;", False)):
+        body = ARRIVAL.replace("{first}", first + between).replace("{then}", then)
+        findings = sm100.run(body, np.zeros(64, np.uint32), result).findings
+        assert bool(findings) == found, findings
+        if found:
+            assert findings[0].kind == "race"
+            assert races in findings[0].message
+
+
+def test_arrivals_over_the_count_are_found_whatever_state_they_ask_for() -> None:
+    arrive = "mbarrier.arrive.shared.b64 %d4, [smem];"
+    expect = "mbarrier.arrive.expect_tx.shared.b64 _, [smem], 16;"
+    body = f"@!%p1 bra DONE; mbarrier.init.shared.b64 [smem], 1; {expect} {arrive} {arrive} DONE:"
+    empty = np.zeros(64, np.uint32)
+    assert sm100.run(body, empty, empty).findings[0].kind == "barrier misuse"

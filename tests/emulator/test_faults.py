@@ -12,9 +12,10 @@ import torch
 
 from hopwell import emulator
 
-from . import backward_faults
+from . import backward_faults, faults_sm100
 from .backward_faults import BackwardFault
 from .faults import FAULTS, Fault, SourceFault, findings, line_of, other_line
+from .faults_sm100 import BlackwellFault
 from .kernels import faulty
 from .kernels.launch import launch
 
@@ -40,6 +41,21 @@ def test_fault_in_the_backward_kernels(
 
 def test_no_fault_in_the_backward_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert backward_faults.verdict(backward_faults.SOUND, tmp_path, monkeypatch) is None
+
+
+@pytest.mark.parametrize("fault", faults_sm100.FAULTS, ids=lambda fault: fault.name)
+def test_fault_in_blackwells_forward_kernel(
+    fault: BlackwellFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = faults_sm100.verdict(fault, tmp_path, monkeypatch)
+    assert found, "nothing was found"
+    check(found, fault, tmp_path)
+
+
+def test_no_fault_in_blackwells_forward_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert faults_sm100.verdict(faults_sm100.SOUND, tmp_path, monkeypatch) is None
 
 
 def check(found: emulator.Finding, fault: SourceFault, folder: Path) -> None:

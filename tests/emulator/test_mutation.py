@@ -14,7 +14,9 @@ from .mutation import Score, survey
         ("backward-64", 5),
         ("fa4-forward", 10),
         ("fa4-backward", 10),
-        ("fa4-forward-sm100", 20),
+        ("forward-sm100-64", 25),
+        ("fa4-forward-sm100", 40),
+        ("fa4-forward-pair", 40),
     ],
 )
 def test_mutants_are_caught_and_named_or_known_to_be_harmless(name: str, every: int) -> None:
