@@ -66,7 +66,7 @@ def differentiable(arch: str) -> None:
     if arch not in differentiable_arches():
         raise NotImplementedError(
             f"gradients are asked for on {arch}; there are kernels for them on "
-            f"{_listed(differentiable_arches())}; call under torch.no_grad()"
+            f"{_listed(differentiable_arches())}; ask for none: torch.no_grad(), or backward=False"
         )
 
 
@@ -738,6 +738,21 @@ def head_dims(got: Sequence[Any]) -> list[tuple[int, int]]:
                 "and for v; pass for example 64 or (192, 128)"
             )
     return [(head_dim, head_dim_v) for head_dim, head_dim_v in pairs]
+
+
+def gqa_groups(got: Any) -> list[int]:
+    """Return the numbers of heads of q for each of k.
+
+    Raises:
+        ValueError: they are not numbers from 1 on, or there is none.
+    """
+    there = list(got) if isinstance(got, (list, tuple, range)) else []
+    if not there or not all(type(group) is int and group > 0 for group in there):
+        raise ValueError(
+            f"gqa_groups is {got!r}; needs heads of q for each of k, whole numbers from 1 on, at "
+            "least one; pass for example [1, 8]"
+        )
+    return there
 
 
 def gpu_to_measure() -> None:

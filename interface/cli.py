@@ -91,12 +91,19 @@ def _lines(value: Any) -> list[str]:
 
 
 @main.command("compile")
-@click.option("--arch", default=None, help="SM versions, separated by commas: sm_90a.")
+@click.option("--arch", default=None, help="SM versions, separated by commas: sm_90a,sm_100a.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder; the cache if left out.")
 @_head_dims_option
+@click.option(
+    "--gqa-group", multiple=True, type=int, help="For Blackwell: heads of q for one of k."
+)
 @click.option("--backward", is_flag=True, help="Also the kernels that compute gradients.")
 def compile_(
-    arch: str | None, out: Path | None, head_dims: list[Any] | None, backward: bool
+    arch: str | None,
+    out: Path | None,
+    head_dims: list[Any] | None,
+    gqa_group: tuple[int, ...],
+    backward: bool,
 ) -> None:
     """Compile kernels ahead of time, for common head dims unless told; needs no GPU."""
     from . import functions
@@ -106,6 +113,7 @@ def compile_(
             arch.split(",") if arch else None,
             out=out,
             head_dims=head_dims or functions.COMMON_HEAD_DIMS,
+            gqa_groups=gqa_group or functions.COMMON_GQA_GROUPS,
             backward=backward,
         )
     except (NotImplementedError, ValueError, OSError) as problem:

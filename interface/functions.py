@@ -30,7 +30,7 @@ from ..kernels import (
     forward_function,
     packed_heads,
 )
-from ..kernels.tiles import BLACKWELL, SHORT_LEN_Q, forward_tiles
+from ..kernels.tiles import BLACKWELL, SHORT_LEN_Q, SINGLE_ROWS, forward_tiles, has_pair
 from . import checks, env, plans
 from . import compile as compiling
 from .cache import Entry, Store
@@ -246,6 +246,8 @@ def compile(
         OSError: the folder cannot be written.
     """
     arches = [arch] if isinstance(arch, str) else arch or [arch_for(None)]
+    for name in arches if backward else ():  # before anything is compiled
+        checks.differentiable(checks.arch(name))
     store = Store(Path(out) if out is not None else env.cache_dir())
     return [
         compiling.save(spec, store)
@@ -437,7 +439,7 @@ def _launch(spec: compiling.Spec, device: torch.device) -> None:
     """Run one kernel on one head: as few queries as it serves, and one key."""
     facts: dict[str, Any] = dict(spec.facts)
     causal, long = facts["causal"], facts["causal"] and not facts.get("short", True)
-    len_q = SHORT_LEN_Q + 1 if long else 1
+    len_q = SHORT_LEN_Q + 1 if long or facts.get("pair") else 1
     heads = facts.get("packed_heads", 1)
     dtype = getattr(torch, facts["dtype"])
     q, k, v, out = (
@@ -489,9 +491,11 @@ def _facts(
     dims = q.shape[3], v.shape[3]
     negative = scale is not None and scale < 0
     fixed = DTYPE_NAMES[q.dtype], *dims, causal, negative
-    if arch in BLACKWELL:
-        return BlackwellFacts(*fixed, packed_heads(q.shape[heads] // k.shape[heads]))
     len_q = q.shape[sequence]
+    if arch in BLACKWELL:
+        packed = packed_heads(q.shape[heads] // k.shape[heads])
+        pair = not causal and has_pair(*dims) and len_q * packed > SINGLE_ROWS
+        return BlackwellFacts(*fixed, packed, pair)
     short = causal and len_q <= SHORT_LEN_Q and forward_tiles(arch, *dims, short=True).short
     return ForwardFacts(*fixed, short)
 
@@ -518,11 +522,11 @@ def _variants(
     gqa_groups: Sequence[int],
     backward: bool,
 ) -> list[compiling.Spec]:
-    shapes = checks.head_dims(head_dims)
+    shapes, groups = checks.head_dims(head_dims), checks.gqa_groups(gqa_groups)
     found = [
         forward_spec(arch, facts)
         for dtype, dims, masked, negative in product(dtypes, shapes, causal, negative_scale)
-        for facts in _forward_variants(arch, DTYPE_NAMES[dtype], dims, masked, negative, gqa_groups)
+        for facts in _forward_variants(arch, DTYPE_NAMES[dtype], dims, masked, negative, groups)
     ]
     if backward:
         checks.differentiable(arch)
@@ -543,8 +547,10 @@ def _forward_variants(
 ) -> Iterator[ForwardFacts | BlackwellFacts]:
     """What one signature may need, depending on lengths and heads."""
     if arch in BLACKWELL:
-        for heads in {packed_heads(group): None for group in gqa_groups}:
-            yield BlackwellFacts(dtype, *dims, causal, negative, heads)
+        pairs = (False, True) if not causal and has_pair(*dims) else (False,)
+        packed = {packed_heads(group): None for group in gqa_groups}
+        for heads, pair in product(packed, pairs):
+            yield BlackwellFacts(dtype, *dims, causal, negative, heads, pair)
         return
     for short in {False, causal and forward_tiles(arch, *dims, short=True).short}:
         yield ForwardFacts(dtype, *dims, causal, negative, short)

@@ -33,12 +33,14 @@ class BlackwellFacts:
     causal: bool  # a right bound on the keys exists (bottom-right aligned)
     negative_scale: bool = False  # scale < 0: the largest score is at the smallest product
     packed_heads: int = 1  # of q, that share keys, in one tile; divides the GQA group
+    pair: bool = False  # by two CTAs that share K and V; without a mask, where tiles has such a row
 
 
 def packed_heads(gqa_group: int) -> int:
     """Heads of q that share a tile on Blackwell: the whole group, or of a larger one than a tile
     has rows the largest part that divides it."""
-    return max(n for n in range(1, min(gqa_group, UMMA_ROWS) + 1) if gqa_group % n == 0)
+    rows = range(1, min(max(gqa_group, 1), UMMA_ROWS) + 1)
+    return max(n for n in rows if gqa_group % n == 0)
 
 
 def forward_kernel(
@@ -72,15 +74,16 @@ def forward_kernel(
     if isinstance(facts, BlackwellFacts):
         from .fwd_sm100 import FwdSm100
 
-        blackwell = FwdSm100(facts, blackwell_tiles(arch, facts.head_dim, facts.head_dim_v))
+        row = blackwell_tiles(arch, facts.head_dim, facts.head_dim_v, facts.pair)
+        blackwell = FwdSm100(facts, row)
         return blackwell, blackwell.fake_arguments(), options
     if arch != "sm_90a":
         raise NotImplementedError(f"no forward kernel for {arch}; there is one for sm_90a")
     # Imported here: the compiler takes a second to import, and the facts alone need none of it.
     from .fwd_sm90 import FwdSm90
 
-    row = tiles or forward_tiles(arch, facts.head_dim, facts.head_dim_v, facts.short)
-    kernel = FwdSm90(facts, row)
+    hopper = tiles or forward_tiles(arch, facts.head_dim, facts.head_dim_v, facts.short)
+    kernel = FwdSm90(facts, hopper)
     return kernel, kernel.fake_arguments(), options
 
 

@@ -11,6 +11,8 @@ Overlap: while the tensor cores do one tile's products, the other's softmax runs
          multiplied in TMEM only where a maximum grew by more than `rescale_log2`, by a warpgroup
          that does nothing else (section 3.3). P is handed over when three quarters of it are there.
 GQA:     heads that share keys (`group` of them) are rows of one tile, at the same positions.
+Pair:    without a mask two CTAs may share the tiles of K and V: each loads half, and the products
+         of both, which the first issues, read the halves of both.
 Order:   K/V tiles are visited from the last to the first; those that need a mask come first. A tile
          of Q that sees no key visits one K/V tile, all hidden.
 """
@@ -45,8 +47,9 @@ from ..layouts.hardware import (
 from ..layouts.opaque import elected
 from ..layouts.smem import allocate, grouped_rows, row_major_stages, view
 from ..pipelines.forward_sm100 import SCORE_BUFFERS, forward_graph
+from ..pipelines.rings import leads
 from ..pipelines.tile_order import TileOrder
-from ..pipelines.tile_queue import NONE, TileQueue
+from ..pipelines.tile_queue import NONE, LaunchQueue, TileQueue
 from . import BlackwellFacts
 from .exp2 import exp2
 from .mask import Mask
@@ -55,7 +58,7 @@ from .tiles import ELEMENT_BYTES, BlackwellTiles, padded_head_dim
 from .umma import Product, UmmaOperand
 
 MMA_DEPTH = 16  # keys that one tcgen05.mma of 16-bit operands takes in
-EXP2_DEGREE = {"bfloat16": 3, "float16": 4}  # off by 8.6e-5 and 3e-6; rounding P is by 4e-3, 5e-4
+EXP2_DEGREE = 4  # off by 3e-6 where a cubic is by 8.6e-5: enough for P in bf16, too much for LSE
 P_COLUMNS = 32  # of S, that become P at once
 CORRECT_COLUMNS = 16  # of O, in registers at once
 WORD_ELEMENTS = 2  # of P in a column of TMEM
@@ -114,8 +117,9 @@ class FwdSm100:
         self.dtype = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}[facts.dtype]
         columns, columns_v = padded_head_dim(facts.head_dim), padded_head_dim(facts.head_dim_v)
         self.shape_q = (UMMA_ROWS, columns)
-        self.shape_k = (tiles.tile_kv, columns)
-        self.shape_v = (tiles.tile_kv, columns_v)
+        self.pair = (2, 1, 1) if tiles.pair else (1, 1, 1)
+        self.shape_k = (tiles.tile_kv // tiles.ctas, columns)  # of this CTA
+        self.shape_v = (tiles.tile_kv, columns_v // tiles.ctas)
         self.shape_o = (UMMA_ROWS, columns_v)
         self.group = facts.packed_heads
         self.positions = UMMA_ROWS // self.group  # of queries in a tile
@@ -126,6 +130,7 @@ class FwdSm100:
             q_bytes=self.q_bytes,
             kv_bytes=(tiles.k_bytes, tiles.v_bytes),
             borrow_q_as_o=tiles.borrow_q_as_o,
+            pair=tiles.pair,
             registers_softmax=tiles.registers_softmax,
             registers_correction=tiles.registers_correction,
             registers_other=tiles.registers_other,
@@ -163,12 +168,18 @@ class FwdSm100:
     def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
         """The products: S = Q K^T from shared memory, O += P V with P from tensor memory."""
         dtypes, k, mn = (self.dtype,) * 2, OperandMajorMode.K, OperandMajorMode.MN
-        one, shape_s = tcgen05.CtaGroup.ONE, (UMMA_ROWS, self.tiles.tile_kv)
-        from_tmem = tcgen05.OperandSource.TMEM
+        group, from_tmem = self.cta_group, tcgen05.OperandSource.TMEM
+        rows = UMMA_ROWS * self.tiles.ctas
+        shape_s, shape_o = (rows, self.tiles.tile_kv), (rows, self.shape_o[1])
         return (
-            make_trivial_tiled_mma(*dtypes, k, k, Float32, one, shape_s),
-            make_trivial_tiled_mma(*dtypes, k, mn, Float32, one, self.shape_o, from_tmem),
+            make_trivial_tiled_mma(*dtypes, k, k, Float32, group, shape_s),
+            make_trivial_tiled_mma(*dtypes, k, mn, Float32, group, shape_o, from_tmem),
         )
+
+    @property
+    def cta_group(self) -> tcgen05.CtaGroup:
+        """CTAs that take part in a product."""
+        return tcgen05.CtaGroup.TWO if self.tiles.pair else tcgen05.CtaGroup.ONE
 
     @cute.jit
     def __call__(
@@ -183,14 +194,15 @@ class FwdSm100:
         stream,
     ):
         layouts, group = self.smem_layouts(), self.group
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load = cpasync.CopyBulkTensorTileG2SOp(self.cta_group)
+        store = cpasync.CopyBulkTensorTileS2GOp()
         load_q, tma_q = grouped_tma_atom(load, q, grouped_rows(layouts.q, group), group)
         load_k, tma_k = tma_atom(load, k, layouts.k, self.shape_k)
         load_v, tma_v = tma_atom(load, v, layouts.v, self.shape_v)
         store_o, tma_o = grouped_tma_atom(store, o, grouped_rows(layouts.o, group), group)
         batch, len_q, heads_q, _ = q.shape
         order = TileOrder(
-            tiles=cute.ceil_div(len_q, self.tiles.q_tiles * self.positions),
+            tiles=cute.ceil_div(len_q, self.tiles.ctas * self.tiles.q_tiles * self.positions),
             heads=heads_q // group,
             batch=batch,
             section=self.sequences_in_l2(q, k),
@@ -199,11 +211,18 @@ class FwdSm100:
         tensors, atoms = (tma_q, tma_k, tma_v, tma_o, lse), (load_q, load_k, load_v, store_o)
         args = Args(*tensors, *atoms, scale, order, counter)
         self.kernel(args).launch(
-            grid=[cutlass.min(order.count, SMS_BLACKWELL), 1, 1],
+            grid=[self.ctas(order), 1, 1],
             block=[self.graph.threads, 1, 1],
+            cluster=self.pair,
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def ctas(self, order: TileOrder) -> Int32:
+        """One an SM at most, in pairs where they are; with a launch queue one for each tile."""
+        if self.tiles.launch_queue:
+            return order.count
+        return self.tiles.ctas * cutlass.min(order.count, SMS_BLACKWELL // self.tiles.ctas)
 
     def sequences_in_l2(self, q: cute.Tensor, k: cute.Tensor) -> Int32:
         """Groups of heads of Q, over all batches, whose K and V fit the L2 cache together; at
@@ -224,10 +243,13 @@ class FwdSm100:
         smem, queue = self.storage(allocator), TileQueue.create(args.order, args.counter, allocator)
         rings = graph.rings(barriers)
         self.clear_spare_rows(smem)
+        launches = None
+        if const_expr(tiles.launch_queue):
+            launches = LaunchQueue.create(args.order, allocator)
         if warp == graph.warps("mma")[0]:
-            cute.arch.alloc_tmem(TMEM_COLUMNS, smem.tmem_address)
-        pipeline.pipeline_init_arrive()
-        pipeline.pipeline_init_wait()
+            cute.arch.alloc_tmem(TMEM_COLUMNS, smem.tmem_address, is_two_cta=tiles.pair)
+        pipeline.pipeline_init_arrive(self.pair)
+        pipeline.pipeline_init_wait(self.pair)
         cute.arch.sync_threads()
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem_address)
 
@@ -242,9 +264,12 @@ class FwdSm100:
         if warp == graph.warps("mma")[0]:
             self.mma(args, rings, queue, smem, base)
         if warp == graph.warps("load")[0]:
-            self.load(args, rings, queue, smem)
+            self.load(args, rings, queue, launches, smem)
         if warp == graph.warps("epilogue")[0]:
             self.epilogue(args, rings, queue, smem)
+        if const_expr(tiles.pair):  # the other may still arrive at barriers of this one
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     def storage(self, allocator: SmemAllocator) -> Smem:
         """Shared memory in the order in which `BlackwellTiles` counts it."""
@@ -285,8 +310,9 @@ class FwdSm100:
         """Shared memory as the tensor cores read it: the canonical layouts of both products."""
         tiles = self.tiles
         mma_s, mma_o = self.tiled_mmas()
-        shape_s = (UMMA_ROWS, tiles.tile_kv, self.shape_q[1])
-        shape_o = (*self.shape_o, tiles.tile_kv)
+        rows = UMMA_ROWS * tiles.ctas
+        shape_s = (rows, tiles.tile_kv, self.shape_q[1])
+        shape_o = (rows, self.shape_o[1], tiles.tile_kv)
 
         def staged(one: cute.ComposedLayout, stages: int, apart: int) -> cute.ComposedLayout:
             stage = cute.make_layout(stages, stride=apart // ELEMENT_BYTES)
@@ -319,14 +345,15 @@ class FwdSm100:
         return cutlass.max(end - full, 1), cutlass.max(end, 1)
 
     @cute.jit
-    def load(self, args: Args, rings, queue: TileQueue, smem: Smem):
+    def load(self, args: Args, rings, queue: TileQueue, launches: LaunchQueue | None, smem: Smem):
         """The load warp, global -> shared memory: Q, and K and V from the last tile to the first, K
         as far ahead of V as there are buffers of S for."""
         q_tiles, ahead = self.tiles.q_tiles, SCORE_BUFFERS // self.tiles.q_tiles
         work, kv = Int32(0), Int32(0)
-        number, _, _ = cute.arch.block_idx()
+        number, rank = self.first_tile()
         while number < args.order.count:
             q_tile, head, batch = args.order.locate(number)
+            q_tile = q_tile * self.tiles.ctas + rank
             queue.hand_out(rings.load_tile, work, q_tile, head, batch)
             gQ = cute.local_tile(
                 args.q[None, None, None, head, batch],
@@ -335,7 +362,7 @@ class FwdSm100:
             )
             head_kv = head // (args.q.shape[3] // args.k.shape[2])
             gK = cute.local_tile(args.k[None, None, head_kv, batch], self.shape_k, (None, 0))
-            gV = cute.local_tile(args.v[None, None, head_kv, batch], self.shape_v, (None, 0))
+            gV = cute.local_tile(args.v[None, None, head_kv, batch], self.shape_v, (None, rank))
             tQsQ, tQgQ = tma_tiles(args.load_q, smem.sQ, gQ)
             tKsK, tKgK = tma_tiles(args.load_k, smem.sK, gK)
             tVsV, tVgV = tma_tiles(args.load_v, smem.sV, gV)
@@ -358,19 +385,55 @@ class FwdSm100:
                     kv += 1
                 if step < end:
                     ring.acquire(kv, self.tiles.k_bytes)
-                    slot, tile = tKsK[None, ring.stage(kv)], tKgK[None, end - 1 - step]
+                    slot, tile = (
+                        tKsK[None, ring.stage(kv)],
+                        tKgK[None, (end - 1 - step) * self.tiles.ctas + rank],
+                    )
                     cute.copy(args.load_k, tile, slot, tma_bar_ptr=ring.barrier(kv))
                     kv += 1
             work += 1
-            number = queue.draw()
+            number = self.next_tile(queue, launches, number, work)
         queue.hand_out(rings.load_tile, work, Int32(NONE), Int32(0), Int32(0))
+
+    def first_tile(self) -> tuple[Int32, Int32 | int]:
+        """(number, rank): of the first tiles of this CTA or pair; of this CTA in it."""
+        block, _, _ = cute.arch.block_idx()
+        return block // self.tiles.ctas, block % self.tiles.ctas
+
+    def next_tile(
+        self, queue: TileQueue, launches: LaunchQueue | None, number: Int32, work: Int32
+    ) -> Int32:
+        """Drawn from a queue, after `work` tiles; pairs, whose tiles are all alike, take turns."""
+        if launches is not None:
+            return launches.draw(work - 1)
+        if not self.tiles.pair:
+            return queue.draw()
+        blocks, _, _ = cute.arch.grid_dim()
+        return number + blocks // self.tiles.ctas
 
     @cute.jit
     def mma(self, args: Args, rings, queue: TileQueue, smem: Smem, base: cute.Pointer):
-        """The mma warp: S = Q K^T, shared -> tensor memory; O += P V, both -> tensor memory.
+        """The mma warp: S = Q K^T, shared -> tensor memory; O += P V, both -> tensor memory."""
+        if const_expr(not self.tiles.pair) or leads():
+            self.issue(args, rings, queue, smem, base)
+        else:
+            self.follow(rings, queue)
+        cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.tiles.pair)
+        cute.arch.barrier(**self.graph.numbered("tmem_done"))
+        cute.arch.dealloc_tmem(base, TMEM_COLUMNS, is_two_cta=self.tiles.pair)
 
-        As many products S are issued ahead of the softmax as there are buffers.
-        """
+    @cute.jit
+    def follow(self, rings, queue: TileQueue):
+        """The mma warp of the CTA whose products the other one issues."""
+        work = Int32(0)
+        q_tile, _, _ = queue.take(rings.load_tile, work)
+        while q_tile != NONE:
+            work += 1
+            q_tile, _, _ = queue.take(rings.load_tile, work)
+
+    @cute.jit
+    def issue(self, args: Args, rings, queue: TileQueue, smem: Smem, base: cute.Pointer):
+        """Every product, as many S ahead of the softmax as there are buffers."""
         q_tiles, ahead = self.tiles.q_tiles, SCORE_BUFFERS // self.tiles.q_tiles
         operands, load_kv = self.operands(smem, base), rings.load_kv
         work, kv, done = Int32(0), Int32(0), Int32(0)  # tiles of Q; stages; K/V tiles, of all works
@@ -406,9 +469,6 @@ class FwdSm100:
             done += end
             work += 1
             q_tile, _, _ = queue.take(rings.load_tile, work)
-        cute.arch.relinquish_tmem_alloc_permit()
-        cute.arch.barrier(**self.graph.numbered("tmem_done"))
-        cute.arch.dealloc_tmem(base, TMEM_COLUMNS)
 
     def score_column(self, t: Int32 | int, step: Int32) -> Int32 | int:
         """The first column of S of tile t of Q and K/V tile `step`, counted over all works."""
@@ -428,7 +488,7 @@ class FwdSm100:
     @cute.jit
     def issue_s(self, rings, operands: Operands, t: cutlass.Constexpr[int], step: Int32, kv: Int32):
         """S of tile t of Q and the K in stage `kv`."""
-        product = Product(self.dtype, self.tiles.tile_kv, transposed=False)
+        product = Product(self.dtype, self.tiles.tile_kv, False, self.tiles.pair)
         d = operands.base + self.score_column(t, step)
         q, k = operands.tSrQ.stage(t), operands.tSrK.stage(kv % self.tiles.stages_kv)
         product.issue(operands.leader, d, q, k, Boolean(False), 0, self.shape_q[1] // MMA_DEPTH)
@@ -445,7 +505,7 @@ class FwdSm100:
         accumulate: Boolean,
     ):
         """O of tile t of Q takes in P and the V in stage `kv`."""
-        product = Product(self.dtype, self.shape_o[1], transposed=True)
+        product = Product(self.dtype, self.shape_o[1], True, self.tiles.pair)
         d = operands.base + self.out_column(t)
         p = Int32((operands.base + self.borrow_s_as_p(t, step)).toint())
         v = operands.tOrV.stage(kv % self.tiles.stages_kv)
@@ -523,7 +583,7 @@ class FwdSm100:
         for first in cutlass.range_constexpr(0, tile_kv, P_COLUMNS):
             part = cute.make_tensor(scores.iterator + first, cute.make_layout(P_COLUMNS))
             softmax.powers(part)
-            exp2(part, self.tiles.fma_pairs, EXP2_DEGREE[self.facts.dtype])
+            exp2(part, self.tiles.fma_pairs, EXP2_DEGREE)
             softmax.add(part)
             P = cute.make_rmem_tensor(P_COLUMNS, self.dtype)
             P.store(part.load().to(self.dtype))

@@ -125,7 +125,7 @@ class RowSoftmax:
     m may lag behind: P is relative to a maximum that is too small, by a power of 2 up to a limit,
     so that O is seldom rescaled (FlashAttention-4, section 3.3). Exact all the same, since l is
     relative to the same m. But the largest P of a row is 1, without rounding, only where m does not
-    lag. Over few keys that is worth 6 % of O's RMS error, so it lags from the fifth tile on.
+    lag. Over few keys that is worth 6 % of O's RMS error, so it lags from the ninth tile on.
     """
 
     row_max: cute.Tensor  # (1), the x of the score that P is relative to
@@ -155,15 +155,18 @@ class RowSoftmax:
         self.row_sum[0] = Float32(0.0)
 
     @cute.jit
+    def finite(self, largest: Float32) -> Float32:
+        """0 where no score is seen yet: infinity minus infinity would be NaN."""
+        return Float32(0.0) if largest == self.hidden else largest
+
+    @cute.jit
     def take_in(self, scores: cute.Tensor, lag_log2: Float32) -> Float32:
         """m of this tile too, unless it grows by no more than `lag_log2`; returns alpha, what O
         before is to be multiplied with, as l is."""
         old = self.row_max[0]
         values = [scores[c] for c in range(cute.size(scores))]
         new = fold(self.larger, [old, *values])
-        # Where no score is seen yet, infinity minus infinity would be NaN.
-        pivot = Float32(0.0) if new == self.hidden else new
-        grown = (old - pivot) * self.scale_log2  # 0 or below; -inf before the first score
+        grown = (old - self.finite(new)) * self.scale_log2  # 0 or below; -inf at the first score
         alpha = cute.math.exp2(grown, fastmath=True)
         if grown >= -lag_log2:
             new, alpha = old, Float32(1.0)
@@ -174,8 +177,7 @@ class RowSoftmax:
     @cute.jit
     def powers(self, scores: cute.Tensor) -> None:
         """Some scores to the powers of 2 that P is, in place."""
-        pivot = Float32(0.0) if self.row_max[0] == self.hidden else self.row_max[0]
-        shift = -pivot * self.scale_log2
+        shift = -self.finite(self.row_max[0]) * self.scale_log2
         scale, shift = (self.scale_log2, self.scale_log2), (shift, shift)
         for c in cutlass.range_constexpr(0, cute.size(scores), 2):
             pair = scores[c], scores[c + 1]

@@ -312,6 +312,7 @@ def forward_tiles(arch: str, head_dim: int, head_dim_v: int, short: bool = False
 
 
 BLACKWELL = ("sm_100a", "sm_103a")
+SINGLE_ROWS = 2 * UMMA_ROWS  # of queries, up to which a pair of CTAs would be one and an idle one
 STATS_BYTES = 4  # of a row: alpha
 
 
@@ -332,10 +333,12 @@ class BlackwellTiles:
     registers_other: int  # of the warps that load, issue products and store
     fma_pairs: int  # of 8 pairs of exponentials, on the FMA units
     reason: str
+    pair: bool = False  # two CTAs, half of K and of V each, which the products of both read
+    launch_queue: bool = False  # tiles of Q come from cluster launch control, not from a counter
     tile_kv: int = field(default=128, init=False)
     early_keys: int = field(default=96, init=False)  # of P, before it is handed over
     rescale_log2: float = field(default=8.0, init=False)  # P is up to 256, which 16 bits can hold
-    exact_visits: int = field(default=4, init=False)  # of K/V tiles, without a lag of the maximum
+    exact_visits: int = field(default=8, init=False)  # of K/V tiles, without a lag of the maximum
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "head_dim_v"):
@@ -345,6 +348,8 @@ class BlackwellTiles:
             raise ValueError(f"q_tiles={self.q_tiles}: needs 1 or 2")
         if self.stages_kv < 2:
             raise ValueError(f"stages_kv={self.stages_kv}: needs one of K and one of V")
+        if self.pair and self.launch_queue:
+            raise ValueError("launch_queue=True: pairs take their tiles in fixed turns")
         held = self.q_tiles * self.registers_softmax + self.registers_correction
         total = WARPGROUP_THREADS * (held + self.registers_other)
         if total > REGISTER_FILE:
@@ -352,6 +357,11 @@ class BlackwellTiles:
         if self.smem_bytes > SMEM_BYTES["sm_100a"]:
             raise ValueError(f"smem_bytes={self.smem_bytes}: a CTA has {SMEM_BYTES['sm_100a']}")
         _ = self.tmem
+
+    @property
+    def ctas(self) -> int:
+        """That share a tile of K and of V."""
+        return 2 if self.pair else 1
 
     @property
     def tmem(self) -> TmemMap:
@@ -376,13 +386,13 @@ class BlackwellTiles:
 
     @property
     def k_bytes(self) -> int:
-        """One tile of K."""
-        return self.tile_kv * padded_head_dim(self.head_dim) * ELEMENT_BYTES
+        """One tile of K, or this CTA's half: of its keys."""
+        return self.tile_kv * padded_head_dim(self.head_dim) * ELEMENT_BYTES // self.ctas
 
     @property
     def v_bytes(self) -> int:
-        """One tile of V."""
-        return self.tile_kv * padded_head_dim(self.head_dim_v) * ELEMENT_BYTES
+        """One tile of V, or this CTA's half: of its columns."""
+        return self.tile_kv * padded_head_dim(self.head_dim_v) * ELEMENT_BYTES // self.ctas
 
     @property
     def kv_bytes(self) -> int:
@@ -436,6 +446,19 @@ FORWARD_BLACKWELL: tuple[BlackwellTiles, ...] = (
         reason="226 KiB",
     ),
     BlackwellTiles(
+        head_dim=128,
+        head_dim_v=128,
+        q_tiles=2,
+        stages_kv=6,
+        borrow_q_as_o=False,
+        registers_softmax=192,
+        registers_correction=72,
+        registers_other=56,
+        fma_pairs=2,
+        pair=True,
+        reason="226 KiB; each CTA loads and reads half of K and V: half of the traffic",
+    ),
+    BlackwellTiles(
         head_dim=192,
         head_dim_v=128,
         q_tiles=2,
@@ -462,8 +485,20 @@ FORWARD_BLACKWELL: tuple[BlackwellTiles, ...] = (
 )
 
 
-def blackwell_tiles(arch: str, head_dim: int, head_dim_v: int) -> BlackwellTiles:
+def has_pair(head_dim: int, head_dim_v: int) -> bool:
+    """Whether there is a row for a pair of CTAs of these head dims."""
+    return any(
+        (row.head_dim, row.head_dim_v, row.pair) == (head_dim, head_dim_v, True)
+        for row in FORWARD_BLACKWELL
+    )
+
+
+def blackwell_tiles(
+    arch: str, head_dim: int, head_dim_v: int, pair: bool = False
+) -> BlackwellTiles:
     """The smallest row of the table that holds these head dims, as the tiles of exactly these.
+
+    One for a pair of CTAs serves its own head dims alone.
 
     On sm_103a, whose MUFU does twice as many exponentials a clock, none goes to the FMA units.
 
@@ -472,7 +507,8 @@ def blackwell_tiles(arch: str, head_dim: int, head_dim_v: int) -> BlackwellTiles
     holds = [
         row
         for row in FORWARD_BLACKWELL
-        if row.head_dim >= head_dim and row.head_dim_v >= head_dim_v
+        if row.head_dim >= head_dim and row.head_dim_v >= head_dim_v and row.pair == pair
+        if not pair or (row.head_dim, row.head_dim_v) == (head_dim, head_dim_v)
     ]
     if arch not in BLACKWELL or not holds:
         raise LookupError(f"no forward tiles for {arch} at head_dim={head_dim}/{head_dim_v}")

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu.tcgen05 import smem_descriptor_to_int
-from cutlass.cutlass_dsl import Numeric
+from cutlass.cutlass_dsl import Numeric, dsl_user_op
 
 from ..layouts.hardware import UMMA_ROWS
 
@@ -52,17 +52,22 @@ class UmmaOperand:
 
 @dataclass(frozen=True)
 class Product:
-    """D [128, columns] in float32, from operands of one 16-bit type; B as rows of k, or of n."""
+    """D [128, columns] in float32, from operands of one 16-bit type; B as rows of k, or of n.
+
+    A pair of CTAs computes D [256, columns], half of the rows each, and each has half of B.
+    """
 
     dtype: type[Numeric]
     columns: int
     transposed: bool  # n runs fastest in B
+    pair: bool
 
     @property
     def descriptor(self) -> int:
         """The instruction descriptor."""
         kind = TYPES[self.dtype]
-        shape = (self.columns // 8) * COLUMNS + (UMMA_ROWS // 16) * ROWS
+        rows = UMMA_ROWS * (2 if self.pair else 1)
+        shape = (self.columns // 8) * COLUMNS + (rows // 16) * ROWS
         return F32_OUT + kind * (A_TYPE + B_TYPE) + self.transposed * B_TRANSPOSED + shape
 
     @cute.jit
@@ -93,6 +98,7 @@ class Product:
             else:
                 self.instruction(leader, d, a + k * STEP_COLUMNS, None, b.step(k), b.high, adds)
 
+    @dsl_user_op
     def instruction(
         self,
         leader: Boolean,
@@ -102,14 +108,17 @@ class Product:
         b: Int32,
         b_high: Int32,
         accumulate: Boolean,
+        *,
+        loc=None,
+        ip=None,
     ) -> None:
         """A by its descriptor, or without an upper half by its address in tensor memory."""
         source = "[$1]" if a_high is None else "da"
         text = (
             "{ .reg .pred leads, adds; .reg .b64 da, db; setp.ne.b32 leads, $6, 0; "
             "setp.ne.b32 adds, $5, 0; mov.b64 da, {$1, $2}; mov.b64 db, {$3, $4}; "
-            f"@leads tcgen05.mma.cta_group::1.kind::f16 [$0], {source}, db, {self.descriptor}, "
-            "adds; }"
+            f"@leads tcgen05.mma.cta_group::{2 if self.pair else 1}.kind::f16 [$0], {source}, db, "
+            f"{self.descriptor}, adds; }}"
         )
         values = (
             Int32(d.toint()),
@@ -121,4 +130,6 @@ class Product:
             Int32(leader),
         )
         operands = [value.ir_value() for value in values]
-        llvm.inline_asm(None, operands, text, "r,r,r,r,r,r,r", has_side_effects=True)
+        llvm.inline_asm(
+            None, operands, text, "r,r,r,r,r,r,r", has_side_effects=True, loc=loc, ip=ip
+        )

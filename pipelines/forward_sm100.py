@@ -34,6 +34,7 @@ def forward_graph(
     q_bytes: int,
     kv_bytes: tuple[int, int],
     borrow_q_as_o: bool,
+    pair: bool,
     registers_softmax: int,
     registers_correction: int,
     registers_other: int,
@@ -86,4 +87,5 @@ def forward_graph(
             of_tiles("mma_o", "mma", "correction", 1, "mma"),
             of_tiles("store_o", "correction", "epilogue", 1, "warps", "warps"),
         ),
+        pair=pair,
     )

@@ -89,6 +89,7 @@ class Graph:
     edges: tuple[Edge, ...]
     rendezvous: tuple[Rendezvous, ...]
     handovers: tuple[Handover, ...] = ()
+    pair: bool = False  # two CTAs share products: what the tensor cores wait for comes from both
 
     def __post_init__(self) -> None:
         for kind in (self.roles, self.edges, self.rendezvous, self.handovers):
@@ -160,9 +161,15 @@ class Graph:
             one.tiles * one.stages * (2 if one.freed_by else 1) for one in self.handovers
         )
 
+    def to_mma(self, one: Handover) -> bool:
+        """Whether the tensor cores alone consume it: of a pair, those that one CTA leads."""
+        return one.consumers == ("mma",)
+
     def arrivals(self, one: Handover) -> tuple[int, int]:
         """(full, free): one of TMA and of the tensor cores, one of each warp."""
         full = len(self.warps(one.producer)) if one.by == "warps" else 1
+        if one.by == "warps" and self.pair and self.to_mma(one):
+            full *= 2
         free = sum(len(self.warps(name)) for name in one.consumers)
         return full, free if one.freed_by == "warps" else 1
 
@@ -235,6 +242,15 @@ class Graph:
                 ends.append(storage)
                 storage = storage + one.tiles * one.stages
             full, free = ends if one.freed_by else (*ends, None)
-            rings[one.name] = Ring(full, free, one.stages, one.stage_bytes, one.by, one.freed_by)
+            rings[one.name] = Ring(
+                full,
+                free,
+                one.stages,
+                one.stage_bytes,
+                one.by,
+                one.freed_by,
+                self.pair,
+                self.to_mma(one),
+            )
         # Frozen: of what can be assigned to, the DSL replaces members inside a branch.
         return make_dataclass("Rings", rings, frozen=True)(**rings)

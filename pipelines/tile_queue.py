@@ -8,14 +8,16 @@ the shortest possible time under a causal mask (simulated); fixed turns take 3 t
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
+from cutlass.cute.arch import clc_response, issue_clc_query
 from cutlass.memory import SmemAllocator
 
-from .rings import Ring
+from .rings import Ring, init
 from .tile_order import TileOrder
 
 TILE_WORDS = 3  # q_tile, head, batch
 TILE_BYTES = 4 * TILE_WORDS
+RESPONSE_BYTES = 16
 NONE = -1  # in place of q_tile: no tile is left
 
 
@@ -83,3 +85,38 @@ class TileQueue:
         q_tile, head, batch = (cute.arch.make_warp_uniform(self.slot[i]) for i in range(TILE_WORDS))
         load_tile.release(number)
         return q_tile, head, batch
+
+
+@dataclass(frozen=True)
+class LaunchQueue:
+    """Tiles from the hardware (cluster launch control): the grid has a CTA for each, and one that
+    runs takes over the tile of one that has not begun.
+
+    No counter, and whoever else needs the SMs gets them between two tiles.
+    """
+
+    count: Int32  # tiles in all
+    response: cute.Tensor  # (4), int32, shared: who was taken over
+    arrived: cute.Pointer  # an mbarrier for it
+
+    @staticmethod
+    def create(order: TileOrder, smem: SmemAllocator) -> "LaunchQueue":
+        """All threads call it, and synchronise before use."""
+        words = smem.allocate_array(Int32, RESPONSE_BYTES // 4, byte_alignment=RESPONSE_BYTES)
+        arrived = smem.allocate_array(Int64, 1)
+        init(arrived, 1, 1)
+        response = cute.make_tensor(words, cute.make_layout(RESPONSE_BYTES // 4))
+        return LaunchQueue(order.count, response, arrived)
+
+    @cute.jit
+    def draw(self, drawn: Int32) -> Int32:
+        """One warp, for the `drawn`-th time: the number of the next tile, `count` if none is left.
+
+        After that it must not be called again.
+        """
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(self.arrived, RESPONSE_BYTES)
+            issue_clc_query(self.arrived, self.response.iterator, multicast=False)
+        cute.arch.mbarrier_wait(self.arrived, drawn & 1)
+        block, _, _, found = clc_response(self.response.iterator)
+        return block if found != 0 else self.count

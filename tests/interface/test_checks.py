@@ -522,12 +522,24 @@ def test_gradients_where_there_are_none() -> None:
     with pytest.raises(NotImplementedError) as raised, hopwell.emulate("sm_100a"):
         hopwell.attention(q, q, q)
     assert str(raised.value) == (
-        "gradients are asked for on sm_100a; there are kernels for them on sm_90a; call under "
-        "torch.no_grad()"
+        "gradients are asked for on sm_100a; there are kernels for them on sm_90a; ask for none: "
+        "torch.no_grad(), or backward=False"
     )
-    for call in (hopwell.compile, hopwell.warmup):
+    for arch in ("sm_103a", ["sm_90a", "sm_103a"]):  # before it compiles anything
         with pytest.raises(NotImplementedError, match="gradients are asked for on sm_103a"):
-            call("sm_103a", backward=True)
+            hopwell.compile(arch, backward=True)
+    with pytest.raises(NotImplementedError, match="gradients are asked for on sm_103a"):
+        hopwell.warmup("sm_103a", backward=True)
+
+
+@pytest.mark.parametrize("groups", [[], [0], [2.0], 4, "4", [True]])
+def test_gqa_groups(groups: Any) -> None:
+    with pytest.raises(ValueError) as raised:
+        hopwell.compile("sm_100a", gqa_groups=groups)
+    assert str(raised.value) == (
+        f"gqa_groups is {groups!r}; needs heads of q for each of k, whole numbers from 1 on, at "
+        "least one; pass for example [1, 8]"
+    )
 
 
 def test_emulate_order() -> None:

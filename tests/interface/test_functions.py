@@ -339,3 +339,51 @@ def test_the_measure_takes_errors_of_a_large_lse_relative_to_it(
         assert errors(case, out, lse + error).fine
     for error in (wrong, -wrong, math.inf, math.nan):
         assert not errors(case, out, lse + error).fine
+
+
+# ---- Blackwell -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "heads_kv", "causal", "expected"),
+    [
+        ((1, 300, 1, 128), 1, False, "packed_heads 1, pair True"),
+        ((1, 256, 1, 128), 1, False, "packed_heads 1, pair False"),
+        ((1, 43, 6, 128), 1, False, "packed_heads 6, pair True"),
+        ((1, 300, 8, 128), 2, True, "packed_heads 4, pair False"),
+        ((1, 300, 150, 64), 1, False, "packed_heads 75, pair False"),
+    ],
+)
+def test_what_chooses_a_kernel_on_blackwell(
+    shape: tuple[int, ...], heads_kv: int, causal: bool, expected: str
+) -> None:
+    q = torch.zeros(shape, dtype=torch.bfloat16)
+    k = q[:, :, :heads_kv]
+    with hopwell.emulate("sm_100a"):
+        found = hopwell.supported(q, k, k, causal=causal)
+        at_the_back = hopwell.supported(*(t.transpose(1, 2) for t in (q, k, k)), layout="bhsd")
+    assert found.ok and found.kernel.startswith("forward for sm_100a") and expected in found.kernel
+    assert causal or at_the_back.kernel == found.kernel
+
+
+def test_zero_lengths_on_blackwell() -> None:
+    """No launch."""
+    with hopwell.emulate("sm_100a"):
+        for len_q, len_kv, batch, heads in ((3, 0, 1, 2), (0, 3, 1, 2), (3, 3, 0, 2), (3, 3, 1, 0)):
+            q = torch.ones(batch, len_q, heads, 64).half()
+            k = torch.ones(batch, len_kv, 2, 64).half()
+            assert hopwell.supported(q, k, k).ok
+            out, lse = hopwell.forward(q, k, k)
+            assert out.shape == q.shape and not out.any() and lse.shape == (batch, heads, len_q)
+            assert lse.isneginf().all()
+
+
+def test_variants_for_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions.compiling, "save", lambda spec, _: dict(spec.facts))
+    options: Any = {"dtypes": [torch.float16], "head_dims": [128], "gqa_groups": [1, 150, 150]}
+    found: Any = hopwell.compile(["sm_100a", "sm_90a"], **options)
+    seen = [(f["packed_heads"], f["causal"], f["pair"]) for f in found if "pair" in f]
+    assert sorted(seen) == sorted(
+        2 * [(n, c, p) for n in (1, 75) for c, p in ((False, False), (False, True), (True, False))]
+    )
+    assert len(found) - len(seen) == 4  # on Hopper one kernel serves all groups

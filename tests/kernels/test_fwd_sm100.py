@@ -42,8 +42,8 @@ ROWS = [
     BlackwellFacts("bfloat16", 8, 8, causal=True, packed_heads=8),
     BlackwellFacts("bfloat16", 24, 136, causal=False, packed_heads=3),  # O larger than Q
 ]
-# The polynomial of a part of P is off by up to 8.6e-5 of it in bf16.
-LSE_ATOL = {"bfloat16": 1e-4, "float16": 1e-5}
+PAIR = replace(FULL, pair=True)
+LSE_ATOL = 1e-5  # the polynomial of a part of P is off by up to 3e-6 of it
 
 
 def run(facts: BlackwellFacts, c: Case, ctas: int | None = None, **options: Any) -> Counters:
@@ -51,7 +51,8 @@ def run(facts: BlackwellFacts, c: Case, ctas: int | None = None, **options: Any)
     session = Session(emulator.Options(**options))
 
     def launch(one: Any) -> None:
-        session.launch(replace(one, grid=(ctas, 1, 1)) if ctas else one)
+        grid = ((ctas or 0) * one.cluster[0], 1, 1)  # or pairs
+        session.launch(replace(one, grid=grid) if ctas else one)
 
     with loader.intercept(launch):
         session.call(build_blackwell(facts).call, *c.arguments, outputs=(c.o, c.lse))
@@ -67,11 +68,12 @@ def problem(facts: BlackwellFacts, len_q: int, len_kv: int, heads_kv: int = 1, b
 
 def test_every_row_of_the_table_is_here() -> None:
     there = {(row.head_dim, row.head_dim_v) for row in FORWARD_BLACKWELL}
+    assert [row.head_dim for row in FORWARD_BLACKWELL if row.pair] == [PAIR.head_dim]
     for causal in (False, True):
         assert there <= {(f.head_dim, f.head_dim_v) for f in ROWS if f.causal == causal}
 
 
-@pytest.mark.parametrize("facts", ROWS, ids=str)
+@pytest.mark.parametrize("facts", [*ROWS, PAIR], ids=str)
 def test_against_float64(facts: BlackwellFacts) -> None:
     """Lengths that divide nothing, one query, one key, rows and tiles that see nothing."""
     for len_q, len_kv, heads_kv, batch in (
@@ -82,23 +84,26 @@ def test_against_float64(facts: BlackwellFacts) -> None:
     ):
         c = problem(facts, len_q, len_kv, heads_kv, batch)
         run(facts, c)
-        check(facts, c, LSE_ATOL[facts.dtype])
+        check(facts, c, LSE_ATOL)
 
 
 @pytest.mark.parametrize("order", ["deferred", "random"])
-@pytest.mark.parametrize("facts", [FULL, CAUSAL, ROWS[8]], ids=str)
+@pytest.mark.parametrize("facts", [FULL, CAUSAL, ROWS[8], PAIR], ids=str)
 def test_any_order_of_completion_and_several_tiles_a_cta(facts: BlackwellFacts, order: str) -> None:
     c = problem(facts, 520, 300)
     run(facts, c, ctas=1, order=order, seed=11)
-    check(facts, c, LSE_ATOL[facts.dtype])
+    check(facts, c, LSE_ATOL)
 
 
 @pytest.mark.parametrize("facts", [FULL, ROWS[2], ROWS[8]], ids=str)
 def test_errors_beside_hoppers(facts: BlackwellFacts) -> None:
-    """RMS errors of O at most 1.05 times those of the sm_90a kernel on the same input."""
+    """RMS errors of O at most 1.05 times those of the sm_90a kernel on the same input.
+
+    With outliers over more keys they are more, since the maximum lags: docs/blackwell.md.
+    """
     hopper = ForwardFacts(facts.dtype, facts.head_dim, facts.head_dim_v, facts.causal)
-    for outliers in (False, True):
-        c = problem(facts, 150, 900)
+    for outliers, len_kv in ((False, 1700), (True, 900)):
+        c = problem(facts, 256, len_kv)
         if outliers:
             c.q[torch.rand(c.q.shape) < 1e-2] *= 10
         exact, _, _ = c.exact(facts.causal)
@@ -109,11 +114,39 @@ def test_errors_beside_hoppers(facts: BlackwellFacts) -> None:
         assert ours <= 1.05 * theirs, f"{ours / theirs:.3f}"
 
 
+@pytest.mark.parametrize("order", ["eager", "deferred", "random"])
+def test_tiles_from_cluster_launch_control(order: str) -> None:
+    """As from the counter, which nobody touches."""
+    built = launch_queue()
+    c = problem(CAUSAL, 300, 200, 3)
+    options = emulator.Options(order=order, seed=3)
+    emulator.run(built.call, *c.arguments, outputs=(c.o, c.lse), options=options)
+    check(CAUSAL, c, LSE_ATOL)
+    assert "clusterlaunchcontrol.try_cancel" in built.ptx and "atom." not in built.ptx
+    grids = []
+    with loader.intercept(lambda launch: grids.append(launch.grid)):
+        loader.call(built.call, *c.arguments)
+    assert grids == [(3 * -(-300 // 36), 1, 1)]  # 18 positions a tile, two tiles a CTA
+
+
+@cache
+def launch_queue() -> CompiledBlackwell:
+    """CAUSAL with its tiles from the hardware."""
+    return built_from(replace(blackwell_tiles("sm_100a", 64, 64), launch_queue=True), CAUSAL)
+
+
+def built_from(row: BlackwellTiles, facts: BlackwellFacts) -> CompiledBlackwell:
+    """The kernel of these facts by another row than the table's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "blackwell_tiles", lambda *_: row)
+        return build_blackwell.__wrapped__(facts)
+
+
 def test_heads_of_a_group_may_be_apart() -> None:
     """A group of 7 by a kernel for one head a tile, as one of 150 is served by tiles of 75."""
     c = case(FULL, 70, 140, (7, 1))
     run(FULL, c)
-    check(FULL, c, LSE_ATOL["bfloat16"])
+    check(FULL, c, LSE_ATOL)
     assert [packed_heads(group) for group in (1, 7, 8, 128, 129, 150)] == [1, 7, 8, 128, 43, 75]
 
 
@@ -123,7 +156,7 @@ def test_views_need_no_copy(view: Callable[[torch.Tensor], torch.Tensor]) -> Non
     for name in "qkvo":
         setattr(c, name, view(getattr(c, name)))
     run(CAUSAL, c)
-    check(CAUSAL, c, LSE_ATOL["bfloat16"])
+    check(CAUSAL, c, LSE_ATOL)
 
 
 def test_rows_with_nothing_to_attend_are_zero_even_beside_nan() -> None:
@@ -152,7 +185,10 @@ def test_nan_and_infinite_scores_stay_in_their_rows() -> None:
 
 @pytest.mark.parametrize(
     ("facts", "arch"),
-    [*((facts, "sm_100a") for facts in ROWS), *((facts, "sm_103a") for facts in ROWS[1:12:4])],
+    [
+        *((facts, "sm_100a") for facts in [*ROWS, PAIR]),
+        *((facts, "sm_103a") for facts in ROWS[1:12:4]),
+    ],
     ids=str,
 )
 def test_machine_code(facts: BlackwellFacts, arch: str) -> None:
@@ -178,8 +214,7 @@ def test_machine_code(facts: BlackwellFacts, arch: str) -> None:
     share = tiles.fma_pairs / 8
     assert tiles.fma_pairs == (2 if arch == "sm_100a" else 0)
     assert sass.count(found, "MUFU.EX2") == loops * (128 * (1 - share) + 1)  # and alpha
-    degree = EXP2_DEGREE[facts.dtype]
-    assert sass.count(found, "FFMA2") == loops * 64 * (1 + degree * share)
+    assert sass.count(found, "FFMA2") == loops * 64 * (1 + EXP2_DEGREE * share)
     assert sass.count(found, "MUFU.LG2") == 1
     assert not sass.count(found, "LDL", "STL", "HMMA", "HGMMA")
 
@@ -214,11 +249,11 @@ def products(counts: Counters) -> int:
 
 
 def test_o_is_multiplied_only_where_a_maximum_grows_by_more_than_the_threshold() -> None:
-    assert BlackwellTiles.__dataclass_fields__["exact_visits"].default == 4
-    assert rescaled(case(FULL, 256, 1024)) == pytest.approx(3 / 7)  # N(0, 1): at those visits
-    assert rescaled(growing(8, gain=9.0)) == 1.0  # each time
-    # After the first four the maximum lags by 3.5 and 7, and at 10.5 is taken in.
-    assert rescaled(growing(8, gain=3.5)) == pytest.approx(4 / 7)
+    assert BlackwellTiles.__dataclass_fields__["exact_visits"].default == 8
+    assert rescaled(case(FULL, 256, 2048)) == pytest.approx(7 / 15)  # N(0, 1): at those visits
+    assert rescaled(growing(12, gain=9.0)) == 1.0  # each time
+    # After the first eight the maximum lags by 3.5 and 7, and at 10.5 is taken in.
+    assert rescaled(growing(12, gain=3.5)) == pytest.approx(8 / 11)
 
 
 @cache
@@ -228,20 +263,18 @@ def exact_maximum() -> CompiledBlackwell:
     assert threshold == 8.0
     row = blackwell_tiles("sm_100a", 128, 128)
     object.__setattr__(row, "rescale_log2", 0.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "blackwell_tiles", lambda *_: row)
-        return build_blackwell.__wrapped__(FULL)
+    return built_from(row, FULL)
 
 
 @pytest.mark.parametrize("gain", [0.0, 3.5, 9.0])
 def test_a_threshold_of_0_and_of_8_agree(gain: float) -> None:
     """What lags behind is only a common factor of P and l."""
-    c = growing(7, gain) if gain else case(FULL, 256, 640)
+    c = growing(12, gain) if gain else case(FULL, 256, 1536)
     run(FULL, c)
-    check(FULL, c, LSE_ATOL["bfloat16"])
+    check(FULL, c, LSE_ATOL)
     lagging = c.o.clone()
     emulator.run(exact_maximum().call, *c.arguments, outputs=(c.o, c.lse))
-    check(FULL, c, LSE_ATOL["bfloat16"])
+    check(FULL, c, LSE_ATOL)
     _, _, bound = c.exact(causal=False)
     assert ((c.o - lagging).double().abs() <= 2**-7 * bound + 1e-6).all()
 
@@ -255,7 +288,7 @@ def test_a_share_of_the_exponentials_is_computed_on_the_fma_units(
     assert pairs == (2 if arch == "sm_100a" else 0)
     c = case(facts, 256, 256)
     counts = emulator.run(built.call, *c.arguments, outputs=(c.o, c.lse)).counters
-    check(facts, c, LSE_ATOL["bfloat16"])
+    check(facts, c, LSE_ATOL)
     rows, steps = 256, 2
     others = rows * (steps + 2)  # alpha of each step; at the end log2 and 1 / l
     assert counts.total("mufu") * 32 == rows * 256 * (1 - pairs / 8) + others

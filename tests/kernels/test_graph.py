@@ -124,13 +124,14 @@ def test_a_graph_that_could_not_run_is_refused(
 # ---- with tensor cores that arrive ---------------------------------------------------------------
 
 
-def blackwell(q_tiles: int = 2, borrow_q_as_o: bool = False) -> Graph:
+def blackwell(q_tiles: int = 2, borrow_q_as_o: bool = False, pair: bool = False) -> Graph:
     return forward_sm100.forward_graph(
         q_tiles=q_tiles,
         stages_kv=3,
         q_bytes=32768,
         kv_bytes=(32768, 16384),
         borrow_q_as_o=borrow_q_as_o,
+        pair=pair,
         registers_softmax=192,
         registers_correction=72,
         registers_other=56,
@@ -152,6 +153,14 @@ def test_arrivals_on_blackwell(q_tiles: int) -> None:
     # One barrier a stage where nothing comes back, else two; S and P have two buffers in all.
     one_way, both = 2 * 3 + q_tiles * 2, 1 + 3 + q_tiles * 3
     assert g.mbarriers == one_way + 2 * both
+
+
+def test_of_a_pair_warps_of_both_arrive_where_products_are_issued() -> None:
+    one, two = blackwell(), blackwell(pair=True)
+    for alone, both in zip(one.handovers, two.handovers, strict=True):
+        (full, free), found = one.arrivals(alone), two.arrivals(both)
+        twice = alone.name in ("softmax_p", "softmax_rest", "correction_o")
+        assert found == (full * (2 if twice else 1), free)
 
 
 def test_who_frees_q_is_who_uses_it_last() -> None:

@@ -16,6 +16,7 @@ from hopwell.kernels.tiles import (
     backward_tiles,
     blackwell_tiles,
     forward_tiles,
+    has_pair,
     padded_head_dim,
 )
 from hopwell.layouts.hardware import registers_at_entry
@@ -260,7 +261,7 @@ def test_no_backward_row_is_a_lookup_error() -> None:
 
 
 def test_rows_of_blackwell_give_a_reason_and_fit() -> None:
-    keys = [(row.head_dim, row.head_dim_v) for row in FORWARD_BLACKWELL]
+    keys = [(row.head_dim, row.head_dim_v, row.pair) for row in FORWARD_BLACKWELL]
     assert len(set(keys)) == len(keys) and all(row.reason for row in FORWARD_BLACKWELL)
     for row in FORWARD_BLACKWELL:
         s, o = row.tmem.columns["s"], row.tmem.columns["o"]
@@ -273,6 +274,8 @@ def test_sizes_of_a_row_of_blackwell() -> None:
     row = blackwell_tiles("sm_100a", 128, 128)
     assert row.q_bytes == row.o_bytes == row.k_bytes == row.v_bytes == 128 * 128 * 2
     assert row.smem_bytes == 2048 + (2 + 2 + 3) * 128 * 128 * 2
+    pair = blackwell_tiles("sm_100a", 128, 128, pair=True)
+    assert pair.k_bytes == pair.v_bytes == row.k_bytes // 2 and pair.smem_bytes == row.smem_bytes
     wide = blackwell_tiles("sm_103a", 192, 128)
     assert wide.borrow_q_as_o and wide.o_bytes == wide.q_bytes == 128 * 192 * 2
     assert wide.kv_bytes == wide.k_bytes and wide.v_bytes == 128 * 128 * 2
@@ -289,6 +292,7 @@ def test_sizes_of_a_row_of_blackwell() -> None:
         ({"head_dim_v": 264}, "head_dim_v=264"),
         ({"q_tiles": 3}, "q_tiles=3"),
         ({"stages_kv": 1}, "stages_kv=1"),
+        ({"pair": True, "launch_queue": True}, "launch_queue=True"),
         ({"registers_softmax": 240}, "registers="),
         ({"stages_kv": 4}, "smem_bytes="),
         ({"head_dim": 8, "head_dim_v": 136, "stages_kv": 2}, "o ends at column 544"),
@@ -315,6 +319,9 @@ def test_every_pair_of_head_dims_has_a_row_of_blackwell() -> None:
         assert (row.head_dim, row.head_dim_v) == (head_dim, head_dim_v)
         assert row.q_tiles == (2 if head_dim <= 192 and head_dim_v <= 128 else 1)
         assert blackwell_tiles("sm_103a", head_dim, head_dim_v) == replace(row, fma_pairs=0)
+    assert has_pair(128, 128) and not has_pair(128, 120)
+    with pytest.raises(LookupError, match="no forward tiles for sm_100a at head_dim=64/64"):
+        blackwell_tiles("sm_100a", 64, 64, pair=True)
     for arch, dims in (("sm_90a", (64, 64)), ("sm_100a", (264, 64))):
         with pytest.raises(LookupError, match=f"no forward tiles for {arch}"):
             blackwell_tiles(arch, *dims)
