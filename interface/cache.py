@@ -60,9 +60,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder of entries."""
+    """A folder of entries, which others may read only if `mode` says so: what is loaded is run."""
 
     root: Path
+    mode: int = 0o700
 
     def read(self, name: str) -> Entry | None:
         """The entry of that name, or None if there is none or it does not match its digests."""
@@ -89,7 +90,7 @@ class Store:
             OSError: the folder cannot be made or written.
         """
         locks = self.root / "locks"
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.root.mkdir(mode=self.mode, parents=True, exist_ok=True)
         locks.mkdir(mode=0o700, exist_ok=True)
         with FileLock(locks / f"{name}.lock"):
             yield
@@ -120,6 +121,7 @@ class Store:
             for file, data in files.items():
                 (fresh / file).write_bytes(data)
             (fresh / _SUMS).write_text(_sums(files))
+            fresh.chmod(self.mode)
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(fresh, folder)
         except BaseException:

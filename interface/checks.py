@@ -66,7 +66,8 @@ def differentiable(arch: str) -> None:
     if arch not in differentiable_arches():
         raise NotImplementedError(
             f"gradients are asked for on {arch}; there are kernels for them on "
-            f"{_listed(differentiable_arches())}; ask for none: torch.no_grad(), or backward=False"
+            f"{_listed(differentiable_arches())}; call under torch.no_grad(), compile without "
+            "backward"
         )
 
 

@@ -65,12 +65,15 @@ class _Plan:
 
 @dataclass(frozen=True)
 class Support:
-    """Answer of `supported`."""
+    """Answer of `supported`; true where it is ok."""
 
     ok: bool
     reasons: tuple[str, ...]  # why not: every one of them
     kernel: str  # what would run; empty if nothing would
     compiled: bool  # whether that is at hand without running the compiler
+
+    def __bool__(self) -> bool:
+        return self.ok
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,7 @@ def compile(
     arches = [arch] if isinstance(arch, str) else arch or [arch_for(None)]
     for name in arches if backward else ():  # before anything is compiled
         checks.differentiable(checks.arch(name))
-    store = Store(Path(out) if out is not None else env.cache_dir())
+    store = Store(env.cache_dir()) if out is None else Store(Path(out), mode=0o755)
     return [
         compiling.save(spec, store)
         for name in arches

@@ -296,3 +296,12 @@ def test_usage_says_what_ptxas_says(tmp_path: Path, capfd: pytest.CaptureFixture
 def test_usage_of_something_else() -> None:
     with pytest.raises(ValueError, match="needs a 64-bit ELF image"):
         usage(b"not a cubin")
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_a_folder_to_hand_on_can_be_read_by_others(tmp_path: Path, mode: int) -> None:
+    store = Store(tmp_path / "there", mode)
+    with store.locked("name"):
+        entry = store.write("name", b"object", None, "ptx", {})
+    for folder in (store.root, entry.folder):
+        assert folder.stat().st_mode & 0o777 == mode

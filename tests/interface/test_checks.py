@@ -522,8 +522,8 @@ def test_gradients_where_there_are_none() -> None:
     with pytest.raises(NotImplementedError) as raised, hopwell.emulate("sm_100a"):
         hopwell.attention(q, q, q)
     assert str(raised.value) == (
-        "gradients are asked for on sm_100a; there are kernels for them on sm_90a; ask for none: "
-        "torch.no_grad(), or backward=False"
+        "gradients are asked for on sm_100a; there are kernels for them on sm_90a; call under "
+        "torch.no_grad(), compile without backward"
     )
     for arch in ("sm_103a", ["sm_90a", "sm_103a"]):  # before it compiles anything
         with pytest.raises(NotImplementedError, match="gradients are asked for on sm_103a"):

@@ -372,7 +372,7 @@ def test_zero_lengths_on_blackwell() -> None:
         for len_q, len_kv, batch, heads in ((3, 0, 1, 2), (0, 3, 1, 2), (3, 3, 0, 2), (3, 3, 1, 0)):
             q = torch.ones(batch, len_q, heads, 64).half()
             k = torch.ones(batch, len_kv, 2, 64).half()
-            assert hopwell.supported(q, k, k).ok
+            assert hopwell.supported(q, k, k) and not hopwell.supported(q.float(), k, k)
             out, lse = hopwell.forward(q, k, k)
             assert out.shape == q.shape and not out.any() and lse.shape == (batch, heads, len_q)
             assert lse.isneginf().all()
