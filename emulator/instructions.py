@@ -86,6 +86,10 @@ class Instructions(Tcgen05):
             )
         if self.check:
             self._check_wgmma(used, plans, sites)
+            if from_registers:
+                # What all lanes read from shared memory is in registers: the product takes them.
+                for w in self.group.warps:
+                    self.clocks.read[self.warp0 + w] = 0
         if self.counting:
             counters = self.machine.counters
             counters.tensor_flops += len(b) * tensor_core.wgmma_flops(columns, item)

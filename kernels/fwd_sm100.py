@@ -394,6 +394,10 @@ class FwdSm100:
             work += 1
             number = self.next_tile(queue, launches, number, work)
         queue.hand_out(rings.load_tile, work, Int32(NONE), Int32(0), Int32(0))
+        if const_expr(self.tiles.pair):  # the other CTA's products arrive here until then
+            rings.load_kv.drain(kv)
+            for t in cutlass.range_constexpr(q_tiles):
+                rings.load_q.of(t).drain(work)
 
     def first_tile(self) -> tuple[Int32, Int32 | int]:
         """(number, rank): of the first tiles of this CTA or pair; of this CTA in it."""

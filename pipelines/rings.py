@@ -67,6 +67,13 @@ class Ring:
             with cute.arch.elect_one(loc=loc, ip=ip):
                 cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(number), size, loc=loc, ip=ip)
 
+    @dsl_user_op
+    def drain(self, number: Int32, *, loc=None, ip=None) -> None:
+        """Producer, after its last, `number` being the next: wait until every stage is free."""
+        for i in range(self.stages):
+            free = self.free + self.stage(number + i)
+            cute.arch.mbarrier_wait(free, self.phase(number + i) ^ 1, loc=loc, ip=ip)
+
     def barrier(self, number: Int32) -> cute.Pointer:
         """Where TMA counts its bytes."""
         return self.full + self.stage(number)

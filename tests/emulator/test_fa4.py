@@ -15,9 +15,14 @@ peer = pytest.importorskip("tests.emulator.fa4", reason="the peer is not install
 FORWARD, BACKWARD = 0.02, 0.04
 
 
-# Its backward leaves the last store of dK and dV uncommitted when the CTA ends: right on today's
+# Its backward leaves the last store of dK and dV uncommitted when the CTA ends, and of a pair the
+# second may end before the first one's products have arrived at its barriers: right on today's
 # hardware, but nothing that PTX promises.
-KNOWN = {"sm_90a": [], "sm_100a": ["unfinished copy"], "sm_103a": ["unfinished copy"]}
+BLACKWELL = (
+    "unfinished copy",
+    "barrier misuse: an mbarrier of CTA 1 of the cluster is used, which has ended",
+)
+KNOWN = {"sm_90a": (), "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 
 
 def attend(
@@ -39,7 +44,8 @@ def attend(
     exact_gradients = reference.gradients(dout, q, k, v, causal=causal)
     for name, ours in zip(("dq", "dk", "dv"), gradients, strict=True):
         assert (ours.double() - getattr(exact_gradients, name)).abs().max() < BACKWARD, name
-    return [f for f in session.report.findings if f.kind not in KNOWN[arch]]
+    found = session.report.findings
+    return [f for f in found if not f"{f.kind}: {f.message}".startswith(KNOWN[arch])]
 
 
 @pytest.mark.parametrize(
