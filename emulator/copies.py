@@ -147,13 +147,7 @@ class Copies(Barriers):
         view = self._view(site, False)
         arrivals = []
         for where, bar in targets:
-            if where >> 24 >= len(self.cta.cluster.ctas):
-                self.report(
-                    "out of bounds",
-                    f"a box goes to CTA {where >> 24} of a cluster of {len(self.cta.cluster.ctas)}",
-                    site,
-                    fatal=True,
-                )
+            cta = self._target("a box", where >> 24, site)
             if where >> 24 + pair != bar >> 24 + pair:
                 self.report(
                     "barrier misuse",
@@ -161,7 +155,6 @@ class Copies(Barriers):
                     f"CTA {bar >> 24}: {'another pair' if pair else 'without .cta_group::2'}",
                     site,
                 )
-            cta = self.cta.cluster.ctas[where >> 24]
             granules = self._box_granules(tensor, where, cta, site)
             owner, barrier = self._mbarrier(bar, site)
             self._agent_of(owner, barrier, bar & 0xFFFFFF)
@@ -218,7 +211,7 @@ class Copies(Barriers):
                 ranks = [r for r in range(16) if bits >> r & 1]
             arrivals = []
             for rank in ranks:
-                cta = self.cta.cluster.ctas[rank]
+                cta = self._target("a bulk copy", rank, site)
                 spot = rank << 24 | where & 0xFFFFFF
                 rows = self._bulk_rows(cta, spot, n, site)
                 there = bar if multicast is None else rank << 24 | bar & 0xFFFFFF
@@ -269,6 +262,18 @@ class Copies(Barriers):
                 site,
                 fatal=True,
             )
+
+    def _target(self, what: str, rank: int, site: int) -> Cta:
+        """The CTA of the cluster that something is copied to."""
+        ctas = self.cta.cluster.ctas
+        if rank >= len(ctas):
+            self.report(
+                "out of bounds",
+                f"{what} goes to CTA {rank} of a cluster of {len(ctas)}",
+                site,
+                fatal=True,
+            )
+        return ctas[rank]
 
     def _bulk_rows(self, cta: Cta, address: int, n: int, site: int) -> slice:
         offset = address & 0xFFFFFF
@@ -452,7 +457,7 @@ class Copies(Barriers):
             arrivals = []
             for rank in range(len(cluster.ctas)) if everywhere else [where >> 24]:
                 spot, there = rank << 24 | where & 0xFFFFFF, rank << 24 | bar & 0xFFFFFF
-                cta = cluster.ctas[rank]
+                cta = self._target("a response", rank, site)
                 rows = self._bulk_rows(cta, spot, 16, site)
                 owner, object_ = self._mbarrier(there, site, everywhere)
                 self._agent_of(owner, object_, there & 0xFFFFFF)

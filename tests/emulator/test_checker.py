@@ -152,3 +152,19 @@ def test_arrivals_over_the_count_are_found_whatever_state_they_ask_for() -> None
     body = f"@!%p1 bra DONE; mbarrier.init.shared.b64 [smem], 1; {expect} {arrive} {arrive} DONE:"
     empty = np.zeros(64, np.uint32)
     assert sm100.run(body, empty, empty).findings[0].kind == "barrier misuse"
+
+
+def test_a_bulk_copy_to_a_cta_that_is_not_there_is_found() -> None:
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    body = f"""
+    @!%p1 bra DONE;
+    mbarrier.init.shared.b64 [smem], 1;
+    mov.u32 %r10, smem;
+    add.u32 %r11, %r10, 16777232; // 16 bytes on, in CTA 1
+    {copy} [%r11], [%d0], 16, [%r10];
+DONE:
+    """
+    empty = np.zeros(64, np.uint32)
+    (found,) = sm100.run(body, empty, empty).findings
+    assert found.kind == "out of bounds"
+    assert found.message.startswith("a bulk copy goes to CTA 1 of a cluster of 1 (CTA (0, 0, 0)")
