@@ -249,16 +249,15 @@ def compile(
         OSError: the folder cannot be written.
     """
     arches = [arch] if isinstance(arch, str) else arch or [arch_for(None)]
-    for name in arches if backward else ():  # before anything is compiled
-        checks.differentiable(checks.arch(name))
-    store = Store(env.cache_dir()) if out is None else Store(Path(out), mode=0o755)
-    return [
-        compiling.save(spec, store)
+    specs = [
+        spec
         for name in arches
         for spec in _variants(
             checks.arch(name), dtypes, head_dims, causal, (False, True), gqa_groups, backward
         )
     ]
+    store = Store(env.cache_dir()) if out is None else Store(Path(out), mode=0o755)
+    return [compiling.save(spec, store) for spec in specs]
 
 
 def warmup(

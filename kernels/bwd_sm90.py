@@ -54,6 +54,7 @@ from ..pipelines.backward_sm90 import backward_graph
 from ..pipelines.tile_order import TileOrder
 from . import BackwardFacts
 from .bwd_workspace import DqTurn, Workspace, add_quads
+from .forward import DTYPES
 from .mask import Mask
 from .online_softmax import LOG2_E
 from .tiles import ELEMENT_BYTES, BackwardTiles
@@ -165,7 +166,7 @@ class BwdSm90:
     def __init__(self, facts: BackwardFacts, tiles: BackwardTiles) -> None:
         self.facts = facts
         self.tiles = tiles
-        self.dtype = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}[facts.dtype]
+        self.dtype = DTYPES[facts.dtype]
         self.by_keys = tiles.split == "keys"
         groups = tiles.consumer_warpgroups
         of_rows, of_columns = (1, 1) if self.by_keys else (groups, groups)

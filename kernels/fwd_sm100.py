@@ -19,13 +19,11 @@ Order:   K/V tiles are visited from the last to the first; those that need a mas
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.utils.blackwell_helpers import (
     make_smem_layout_a,
@@ -34,9 +32,8 @@ from cutlass.utils.blackwell_helpers import (
 )
 
 from ..layouts import tmem
-from ..layouts.gmem import fake_heads, grouped_tma_atom, tma_atom, tma_tiles
+from ..layouts.gmem import grouped_tma_atom, tma_atom, tma_tiles
 from ..layouts.hardware import (
-    L2_BYTES,
     OCTET,
     SMS_BLACKWELL,
     TMEM_COLUMNS,
@@ -52,6 +49,7 @@ from ..pipelines.tile_order import TileOrder
 from ..pipelines.tile_queue import NONE, LaunchQueue, TileQueue
 from . import BlackwellFacts
 from .exp2 import exp2
+from .forward import Forward
 from .mask import Mask
 from .online_softmax import RowSoftmax
 from .tiles import ELEMENT_BYTES, BlackwellTiles, padded_head_dim
@@ -108,47 +106,29 @@ class Operands:
     leader: Boolean  # the thread that issues
 
 
-class FwdSm100:
+class FwdSm100(Forward):
     """The forward kernel for one set of compile-time facts and one row of the tile table."""
 
     def __init__(self, facts: BlackwellFacts, tiles: BlackwellTiles) -> None:
-        self.facts = facts
+        super().__init__(facts, facts.packed_heads)
         self.tiles = tiles
-        self.dtype = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}[facts.dtype]
         columns, columns_v = padded_head_dim(facts.head_dim), padded_head_dim(facts.head_dim_v)
         self.shape_q = (UMMA_ROWS, columns)
         self.pair = (2, 1, 1) if tiles.pair else (1, 1, 1)
         self.shape_k = (tiles.tile_kv // tiles.ctas, columns)  # of this CTA
         self.shape_v = (tiles.tile_kv, columns_v // tiles.ctas)
         self.shape_o = (UMMA_ROWS, columns_v)
-        self.group = facts.packed_heads
         self.positions = UMMA_ROWS // self.group  # of queries in a tile
-        self.q_bytes = self.positions * self.group * columns * ELEMENT_BYTES
         self.graph = forward_graph(
             q_tiles=tiles.q_tiles,
             stages_kv=tiles.stages_kv,
-            q_bytes=self.q_bytes,
+            q_bytes=self.positions * self.group * columns * ELEMENT_BYTES,
             kv_bytes=(tiles.k_bytes, tiles.v_bytes),
             borrow_q_as_o=tiles.borrow_q_as_o,
             pair=tiles.pair,
             registers_softmax=tiles.registers_softmax,
             registers_correction=tiles.registers_correction,
             registers_other=tiles.registers_other,
-        )
-
-    def fake_arguments(self) -> tuple[Any, ...]:
-        """Arguments for `cute.compile`: every extent and stride is free, strides have 64 bits."""
-        batch, len_q, len_kv, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
-
-        return (
-            fake_heads(self.dtype, batch, len_q, heads_q, self.facts.head_dim),
-            fake_heads(self.dtype, batch, len_kv, heads_kv, self.facts.head_dim),
-            fake_heads(self.dtype, batch, len_kv, heads_kv, self.facts.head_dim_v),
-            fake_heads(self.dtype, batch, len_q, heads_q, self.facts.head_dim_v),
-            make_fake_compact_tensor(Float32, (batch, heads_q, len_q), stride_order=(2, 1, 0)),
-            Float32(1.0),
-            make_fake_compact_tensor(Int32, (1,)),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
     def smem_layouts(self) -> SimpleNamespace:
@@ -224,14 +204,6 @@ class FwdSm100:
             return order.count
         return self.tiles.ctas * cutlass.min(order.count, SMS_BLACKWELL // self.tiles.ctas)
 
-    def sequences_in_l2(self, q: cute.Tensor, k: cute.Tensor) -> Int32:
-        """Groups of heads of Q, over all batches, whose K and V fit the L2 cache together; at
-        least one."""
-        key_bytes = (self.facts.head_dim + self.facts.head_dim_v) * ELEMENT_BYTES
-        batch, len_kv, heads_kv, _ = k.shape
-        fit = cutlass.max(Int32(L2_BYTES // key_bytes) // len_kv, 1)
-        return cutlass.min(fit, batch * heads_kv) * (q.shape[2] // self.group // heads_kv)
-
     @cute.kernel
     def kernel(self, args: Args):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -250,7 +222,6 @@ class FwdSm100:
             cute.arch.alloc_tmem(TMEM_COLUMNS, smem.tmem_address, is_two_cta=tiles.pair)
         pipeline.pipeline_init_arrive(self.pair)
         pipeline.pipeline_init_wait(self.pair)
-        cute.arch.sync_threads()
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem_address)
 
         if warp // WARPGROUP_WARPS < tiles.q_tiles:
@@ -494,7 +465,7 @@ class FwdSm100:
         """S of tile t of Q and the K in stage `kv`."""
         product = Product(self.dtype, self.tiles.tile_kv, False, self.tiles.pair)
         d = operands.base + self.score_column(t, step)
-        q, k = operands.tSrQ.stage(t), operands.tSrK.stage(kv % self.tiles.stages_kv)
+        q, k = operands.tSrQ.stage(t), operands.tSrK.stage(rings.load_kv.stage(kv))
         product.issue(operands.leader, d, q, k, Boolean(False), 0, self.shape_q[1] // MMA_DEPTH)
         rings.mma_s.of(t).commit(step, operands.leader)
 
@@ -512,7 +483,7 @@ class FwdSm100:
         product = Product(self.dtype, self.shape_o[1], True, self.tiles.pair)
         d = operands.base + self.out_column(t)
         p = Int32((operands.base + self.borrow_s_as_p(t, step)).toint())
-        v = operands.tOrV.stage(kv % self.tiles.stages_kv)
+        v = operands.tOrV.stage(rings.load_kv.stage(kv))
         early, every = (n // MMA_DEPTH for n in (self.tiles.early_keys, self.tiles.tile_kv))
         rings.correction_o.of(t).wait(step)
         rings.softmax_p.of(t).wait(step)

@@ -16,20 +16,17 @@ Order:   K/V tiles are visited from the last to the first. Those that need a mas
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from ..layouts.fragments import accumulator, as_operand_a, offsets, origin, rows_by_columns
-from ..layouts.gmem import fake_heads, sequence_first, tma_atom, tma_tiles
+from ..layouts.gmem import sequence_first, tma_atom, tma_tiles
 from ..layouts.hardware import (
-    L2_BYTES,
     OCTET,
     QUAD_THREADS,
     SMS,
@@ -44,6 +41,7 @@ from ..pipelines.tile_order import TileOrder
 from ..pipelines.tile_queue import NONE, TileQueue
 from ..pipelines.turns import Turns
 from . import ForwardFacts
+from .forward import Forward
 from .mask import Mask
 from .online_softmax import OnlineSoftmax, divide_rows, scale_rows
 from .quad import quad_transposed
@@ -95,13 +93,12 @@ class Rows:
     tSrQ: InSmem  # (mma, m, k)
 
 
-class FwdSm90:
+class FwdSm90(Forward):
     """The forward kernel for one set of compile-time facts and one row of the tile table."""
 
     def __init__(self, facts: ForwardFacts, tiles: Tiles) -> None:
-        self.facts = facts
+        super().__init__(facts)
         self.tiles = tiles
-        self.dtype = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}[facts.dtype]
         columns, columns_v = padded_head_dim(facts.head_dim), padded_head_dim(facts.head_dim_v)
         self.shape_q = (WGMMA_ROWS, columns)
         self.shape_k = (tiles.tile_kv, columns)
@@ -118,21 +115,6 @@ class FwdSm90:
             v_bytes=tiles.v_bytes,
             registers_load=tiles.registers_load,
             registers_consume=tiles.registers_consume,
-        )
-
-    def fake_arguments(self) -> tuple[Any, ...]:
-        """Arguments for `cute.compile`: every extent and stride is free, strides have 64 bits."""
-        batch, len_q, len_kv, heads_q, heads_kv = (cute.sym_int() for _ in range(5))
-
-        return (
-            fake_heads(self.dtype, batch, len_q, heads_q, self.facts.head_dim),
-            fake_heads(self.dtype, batch, len_kv, heads_kv, self.facts.head_dim),
-            fake_heads(self.dtype, batch, len_kv, heads_kv, self.facts.head_dim_v),
-            fake_heads(self.dtype, batch, len_q, heads_q, self.facts.head_dim_v),
-            make_fake_compact_tensor(Float32, (batch, heads_q, len_q), stride_order=(2, 1, 0)),
-            Float32(1.0),
-            make_fake_compact_tensor(Int32, (1,)),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
     def smem_layouts(self) -> SimpleNamespace:
@@ -186,14 +168,6 @@ class FwdSm90:
             stream=stream,
             min_blocks_per_mp=1,
         )
-
-    def sequences_in_l2(self, q: cute.Tensor, k: cute.Tensor) -> Int32:
-        """Heads of Q, over all batches, whose K and V fit the L2 cache together; at least one."""
-        key_bytes = (self.facts.head_dim + self.facts.head_dim_v) * ELEMENT_BYTES
-        batch, len_kv, heads_kv, _ = k.shape
-        fit = cutlass.max(Int32(L2_BYTES // key_bytes) // len_kv, 1)
-        # No more than there are: times the group, it would not fit an Int32 for very short keys.
-        return cutlass.min(fit, batch * heads_kv) * (q.shape[2] // heads_kv)
 
     @cute.kernel
     def kernel(self, args: Args):

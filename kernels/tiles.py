@@ -38,6 +38,16 @@ def padded_head_dim(head_dim: int) -> int:
     return -(-head_dim // WGMMA_DEPTH) * WGMMA_DEPTH
 
 
+def check_head_dims(head_dim: int, head_dim_v: int) -> None:
+    """Raises ValueError, naming it, for one that TMA or the registers do not take."""
+    for name, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        if value not in HEAD_DIMS:
+            raise ValueError(
+                f"{name}={value}: needs a multiple of {HEAD_DIMS.step} "
+                f"from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row(ABC):
     """What a kernel of one producer warpgroup and some consumers takes of an SM.
@@ -56,12 +66,7 @@ class Row(ABC):
     def __post_init__(self) -> None:
         if self.arch not in SMEM_BYTES:
             raise ValueError(f"arch={self.arch!r}: needs one of {sorted(SMEM_BYTES)}")
-        for name in ("head_dim", "head_dim_v"):
-            if getattr(self, name) not in HEAD_DIMS:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: needs a multiple of {HEAD_DIMS.step} "
-                    f"from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
-                )
+        check_head_dims(self.head_dim, self.head_dim_v)
         self.check_shape()
         for name in ("registers_load", "registers_consume"):
             if getattr(self, name) not in REGISTERS_PER_THREAD:
@@ -337,13 +342,11 @@ class BlackwellTiles:
     launch_queue: bool = False  # tiles of Q come from cluster launch control, not from a counter
     tile_kv: int = field(default=128, init=False)
     early_keys: int = field(default=96, init=False)  # of P, before it is handed over
-    rescale_log2: float = field(default=8.0, init=False)  # P is up to 256, which 16 bits can hold
-    exact_visits: int = field(default=8, init=False)  # of K/V tiles, without a lag of the maximum
+    rescale_log2: float = 8.0  # P is up to 256, which 16 bits can hold
+    exact_visits: int = 8  # of K/V tiles, without a lag of the maximum
 
     def __post_init__(self) -> None:
-        for name in ("head_dim", "head_dim_v"):
-            if getattr(self, name) not in HEAD_DIMS:
-                raise ValueError(f"{name}={getattr(self, name)}: needs a multiple of 8 up to 256")
+        check_head_dims(self.head_dim, self.head_dim_v)
         if self.q_tiles not in (1, 2):
             raise ValueError(f"q_tiles={self.q_tiles}: needs 1 or 2")
         if self.stages_kv < 2:

@@ -57,8 +57,7 @@ class Ring:
         """Producer: wait until the stage is free; where TMA fills it, announce the bytes: all of
         them, unless it is only some."""
         if self.free is not None:
-            free = self.free + self.stage(number)
-            cute.arch.mbarrier_wait(free, self.phase(number) ^ 1, loc=loc, ip=ip)
+            self._wait_free(number, loc, ip)
         if self.by == "tma":
             size = some_bytes or self.stage_bytes
             if self.pair:
@@ -71,8 +70,11 @@ class Ring:
     def drain(self, number: Int32, *, loc=None, ip=None) -> None:
         """Producer, after its last, `number` being the next: wait until every stage is free."""
         for i in range(self.stages):
-            free = self.free + self.stage(number + i)
-            cute.arch.mbarrier_wait(free, self.phase(number + i) ^ 1, loc=loc, ip=ip)
+            self._wait_free(number + i, loc, ip)
+
+    def _wait_free(self, number: Int32, loc, ip) -> None:
+        free = self.free + self.stage(number)
+        cute.arch.mbarrier_wait(free, self.phase(number) ^ 1, loc=loc, ip=ip)
 
     def barrier(self, number: Int32) -> cute.Pointer:
         """Where TMA counts its bytes."""

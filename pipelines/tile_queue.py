@@ -57,8 +57,7 @@ class TileQueue:
     def post(self, load_tile, q_tile: Int32, head: Int32, batch: Int32):
         """Producer warp: tell the consumers, who have read the tile before."""
         stage = load_tile.acquire_and_advance()
-        if cute.arch.lane_idx() == 0:
-            self.slot[0], self.slot[1], self.slot[2] = q_tile, head, batch
+        self._write(q_tile, head, batch)
         stage.commit()
         return load_tile
 
@@ -66,7 +65,7 @@ class TileQueue:
     def read(self, load_tile):
         """Consumer: (q_tile, head, batch), q_tile NONE when there is none, and load_tile."""
         stage = load_tile.wait_and_advance()
-        q_tile, head, batch = (cute.arch.make_warp_uniform(self.slot[i]) for i in range(TILE_WORDS))
+        q_tile, head, batch = self._read()
         stage.release()
         return q_tile, head, batch, load_tile
 
@@ -74,17 +73,24 @@ class TileQueue:
     def hand_out(self, load_tile: Ring, number: Int32, q_tile: Int32, head: Int32, batch: Int32):
         """`post` by a ring, as the tile with this number."""
         load_tile.acquire(number)
-        if cute.arch.lane_idx() == 0:
-            self.slot[0], self.slot[1], self.slot[2] = q_tile, head, batch
+        self._write(q_tile, head, batch)
         load_tile.commit(number)
 
     @cute.jit
     def take(self, load_tile: Ring, number: Int32):
         """`read` by a ring: (q_tile, head, batch) of the tile with this number."""
         load_tile.wait(number)
-        q_tile, head, batch = (cute.arch.make_warp_uniform(self.slot[i]) for i in range(TILE_WORDS))
+        q_tile, head, batch = self._read()
         load_tile.release(number)
         return q_tile, head, batch
+
+    @cute.jit
+    def _write(self, q_tile: Int32, head: Int32, batch: Int32):
+        if cute.arch.lane_idx() == 0:
+            self.slot[0], self.slot[1], self.slot[2] = q_tile, head, batch
+
+    def _read(self) -> tuple[Int32, ...]:
+        return tuple(cute.arch.make_warp_uniform(self.slot[i]) for i in range(TILE_WORDS))
 
 
 @dataclass(frozen=True)

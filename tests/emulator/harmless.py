@@ -87,8 +87,6 @@ _BULK_WAIT = "cp.async.bulk.wait_group.read in `cute.arch.cp_async_bulk_wait_gro
 
 _ARRIVE = "dropped: bar.warp.sync in "
 FORWARD_SM100 = {
-    "dropped: bar.sync in `pipeline.pipeline_init_wait()`": (1, _TWICE),
-    "dropped: bar.sync in `cute.arch.sync_threads()`": (1, _TWICE),
     "dropped: tcgen05.fence::after_thread_sync in `tmem.after_taking_over()`": (10, _NO_FENCE),
     "dropped: tcgen05.fence::before_thread_sync in `tmem.before_handing_over()`": (7, _NO_FENCE),
     _ARRIVE + "`ring.of(t).commit(step)`": (4, _WHOLE_WARP),

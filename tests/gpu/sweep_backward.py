@@ -68,6 +68,13 @@ def build_forward(one: Configuration) -> None:
     compiling.save(forward_spec(ARCH, facts), Store(env.cache_dir()))
 
 
+def draw_soft(rng: random.Random, one: Configuration, longest: int) -> Case:
+    """`draw` by other scales: at those that forward is tried with P is 0 or 1, and dS all
+    rounding."""
+    case = draw(rng, one, longest)
+    return replace(case, scale=rng.choice([None, None, -1 / case.head_dim**0.5, 0.01]))
+
+
 def errors(case: Case, device: str, how: str, layout: str, seed: int) -> dict[str, float]:
     """Relative errors of dq, dk and dv of `backward`, inf where one holds a NaN.
 
@@ -172,9 +179,7 @@ def main(cases: int, length: int, jobs: int, seed: int, longest: int, emulated: 
     failed, met = 0, Counter[str]()
     with hopwell.emulate(ARCH) if emulated else contextlib.nullcontext():
         for i in range(cases):
-            case = draw(rng, there[i % len(there)], longest)
-            # At the scales that forward is tried with P is 0 or 1, and dS all rounding.
-            case = replace(case, scale=rng.choice([None, None, -1 / case.head_dim**0.5, 0.01]))
+            case = draw_soft(rng, there[i % len(there)], longest)
             how = rng.choice(["plain", "transposed", "sliced"])
             layout = rng.choice(["bshd", "bhsd"])
             found = errors(case, "cpu" if emulated else "cuda", how, layout, i)

@@ -25,8 +25,15 @@ from hopwell.interface import sdpa
 from hopwell.interface.demo import Case, measure
 
 from ..reference import attention, gradients
-from .sweep import build_all, draw, place
-from .sweep_backward import LIMITS, build, build_forward, configurations, relative
+from .sweep import build_all, place
+from .sweep_backward import (
+    LIMITS,
+    build,
+    build_forward,
+    configurations,
+    draw_soft,
+    relative,
+)
 
 
 def through_torch(case: Case, how: str, seed: int) -> tuple[float, dict[str, float]]:
@@ -76,8 +83,7 @@ def main(cases: int, jobs: int, seed: int, longest: int) -> None:
     failed, worst_out, worst = 0, 0.0, Counter[str]()
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         for i in range(cases):
-            case = draw(rng, there[i % len(there)], longest)
-            case = replace(case, scale=rng.choice([None, None, -1 / case.head_dim**0.5, 0.01]))
+            case = draw_soft(rng, there[i % len(there)], longest)
             if case.causal:
                 case = replace(case, len_kv=case.len_q)
             how = rng.choice(["plain", "transposed", "sliced"])

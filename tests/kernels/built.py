@@ -4,7 +4,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 
@@ -34,10 +34,7 @@ def build(facts: ForwardFacts, tiles: Tiles | None = None) -> Compiled:
     """The kernel of these facts, from the table or from a row of its own."""
     kernel, arguments, options = forward_kernel("sm_90a", facts, tiles)
     assert isinstance(kernel, FwdSm90)
-    with tempfile.TemporaryDirectory() as folder:
-        options += f" --generate-line-info --keep-ptx --keep-cubin --dump-dir {folder}"
-        compiled = cute.compile(kernel, *arguments, options=options)
-    return Compiled(kernel, compiled, compiled.artifacts.PTX, compiled.artifacts.CUBIN)
+    return Compiled(kernel, *compiled(kernel, arguments, options))
 
 
 class CompiledBlackwell(NamedTuple):
@@ -52,10 +49,17 @@ def build_blackwell(facts: BlackwellFacts, arch: str = "sm_100a") -> CompiledBla
     """The kernel of these facts, from the table."""
     kernel, arguments, options = forward_kernel(arch, facts)
     assert isinstance(kernel, FwdSm100)
+    return CompiledBlackwell(kernel, *compiled(kernel, arguments, options))
+
+
+def compiled(
+    kernel: Callable[..., None], arguments: tuple[Any, ...], options: str
+) -> tuple[Callable[..., None], str, bytes]:
+    """The function, its PTX and its cubin."""
     with tempfile.TemporaryDirectory() as folder:
         options += f" --generate-line-info --keep-ptx --keep-cubin --dump-dir {folder}"
-        compiled = cute.compile(kernel, *arguments, options=options)
-    return CompiledBlackwell(kernel, compiled, compiled.artifacts.PTX, compiled.artifacts.CUBIN)
+        made = cute.compile(kernel, *arguments, options=options)
+    return made, made.artifacts.PTX, made.artifacts.CUBIN
 
 
 def check_registers(compiled: Compiled) -> None:

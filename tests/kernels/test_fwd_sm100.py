@@ -249,7 +249,7 @@ def products(counts: Counters) -> int:
 
 
 def test_o_is_multiplied_only_where_a_maximum_grows_by_more_than_the_threshold() -> None:
-    assert BlackwellTiles.__dataclass_fields__["exact_visits"].default == 8
+    assert blackwell_tiles("sm_100a", 128, 128).exact_visits == 8
     assert rescaled(case(FULL, 256, 2048)) == pytest.approx(7 / 15)  # N(0, 1): at those visits
     assert rescaled(growing(12, gain=9.0)) == 1.0  # each time
     # After the first eight the maximum lags by 3.5 and 7, and at 10.5 is taken in.
@@ -259,11 +259,9 @@ def test_o_is_multiplied_only_where_a_maximum_grows_by_more_than_the_threshold()
 @cache
 def exact_maximum() -> CompiledBlackwell:
     """Without a lag of the maximum."""
-    threshold = BlackwellTiles.__dataclass_fields__["rescale_log2"].default
-    assert threshold == 8.0
     row = blackwell_tiles("sm_100a", 128, 128)
-    object.__setattr__(row, "rescale_log2", 0.0)
-    return built_from(row, FULL)
+    assert row.rescale_log2 == 8.0
+    return built_from(replace(row, rescale_log2=0.0), FULL)
 
 
 @pytest.mark.parametrize("gain", [0.0, 3.5, 9.0])
