@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..layouts.hardware import UMMA_ROWS
-from .tiles import Tiles, backward_tiles, blackwell_tiles, forward_tiles
+from .tiles import (
+    BLACKWELL,
+    BackwardTiles,
+    Tiles,
+    backward_tiles,
+    blackwell_tiles,
+    forward_tiles,
+)
+from .tiles_bwd_sm100 import BlackwellBackwardTiles, blackwell_backward_tiles
 
 
 @dataclass(frozen=True)
@@ -151,17 +159,23 @@ def backward_function(
         NotImplementedError: no kernels for `arch`.
         LookupError, ValueError: no tiles for these head dims.
     """
-    if arch != "sm_90a":
-        raise NotImplementedError(f"no backward kernels for {arch}; there are some for sm_90a")
     from .backward import Backward
 
-    function = Backward(facts, backward_tiles(arch, facts.head_dim, facts.head_dim_v))
+    function = Backward(facts, _backward_tiles(arch, facts))
     return function, function.fake_arguments(), f"--enable-tvm-ffi --gpu-arch {arch}"
+
+
+def _backward_tiles(arch: str, facts: BackwardFacts) -> BackwardTiles | BlackwellBackwardTiles:
+    if arch in BLACKWELL:
+        return blackwell_backward_tiles(arch, facts.head_dim, facts.head_dim_v)
+    if arch != "sm_90a":
+        raise NotImplementedError(f"no backward kernels for {arch}")
+    return backward_tiles(arch, facts.head_dim, facts.head_dim_v)
 
 
 def backward_workspace(
     arch: str, facts: BackwardFacts, batch: int, heads_q: int, len_q: int
 ) -> int:
     """Elements of float32 that the function of these facts needs as its workspace."""
-    tiles = backward_tiles(arch, facts.head_dim, facts.head_dim_v)
+    tiles = _backward_tiles(arch, facts)
     return tiles.workspace_floats(batch, heads_q, len_q, facts.deterministic)

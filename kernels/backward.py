@@ -16,8 +16,10 @@ from . import BackwardFacts
 from .bwd_dq_cast import BwdDqCast
 from .bwd_rowsum import BwdRowsum
 from .bwd_sm90 import BwdSm90
+from .bwd_sm100 import BwdSm100
 from .bwd_workspace import Workspace
 from .tiles import BackwardTiles
+from .tiles_bwd_sm100 import BlackwellBackwardTiles
 
 
 class Backward:
@@ -26,11 +28,12 @@ class Backward:
     Called as `backward_function` says, and with the stream last.
     """
 
-    def __init__(self, facts: BackwardFacts, tiles: BackwardTiles) -> None:
+    def __init__(self, facts: BackwardFacts, tiles: BackwardTiles | BlackwellBackwardTiles) -> None:
         self.facts = facts
         self.tiles = tiles
         self.rowsum = BwdRowsum(facts, tiles)
-        self.main = BwdSm90(facts, tiles)
+        on_hopper = isinstance(tiles, BackwardTiles)
+        self.main = BwdSm90(facts, tiles) if on_hopper else BwdSm100(facts, tiles)
         self.cast = BwdDqCast(self.main)
 
     def fake_arguments(self) -> tuple[Any, ...]:

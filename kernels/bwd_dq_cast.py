@@ -5,19 +5,22 @@ Data: fragment order in global memory --16 bytes a lane--> the registers of the 
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ..layouts.fragments import accumulator, write_fragment
 from ..layouts.gmem import tma_atom, tma_tiles
 from ..layouts.hardware import NAMED_BARRIERS, WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
-from ..layouts.smem import allocate, row_major_stages, transposed, view
-from .bwd_sm90 import BwdSm90
+from ..layouts.smem import allocate, row_major_stages, view
 from .bwd_workspace import QUAD
 from .wgmma import narrow
+
+if TYPE_CHECKING:
+    from .bwd_sm90 import BwdSm90
+    from .bwd_sm100 import BwdSm100
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Args:
 class BwdDqCast:
     """The kernel that undoes the fragment order of `main`."""
 
-    def __init__(self, main: BwdSm90) -> None:
+    def __init__(self, main: "BwdSm90 | BwdSm100") -> None:
         self.main = main
         self.dtype = main.dtype
         self.tiles = main.tiles
@@ -70,8 +73,7 @@ class BwdDqCast:
         q_tile, sequence = number % tiles, number // tiles
         head, batch = sequence % heads, sequence // heads
 
-        mma_dq = self.main.dq_mma()
-        acc_dQ = accumulator(mma_dq, self.tiles.dq_block, Float32)
+        acc_dQ = self.main.dq_fragment(Float32)
         quads = cute.make_layout((QUAD, cute.size(acc_dQ) // QUAD))
         cute.arch.griddepcontrol_wait()
         cute.autovec_copy(
@@ -79,9 +81,9 @@ class BwdDqCast:
             cute.make_tensor(acc_dQ.iterator, quads),
         )
         acc_dQ.store(acc_dQ.load() * args.scale)
-        rdQ = cute.make_rmem_tensor_like(acc_dQ, self.dtype)
+        rdQ = self.main.dq_fragment(self.dtype)
         narrow(acc_dQ, rdQ)
-        write_fragment(mma_dq, rdQ, transposed(sdQ)[None, None, block], thread, True)
+        self.main.write_dq(rdQ, sdQ[None, None, block], thread)
         cute.arch.fence_view_async_shared()  # TMA will read what was written here
         cute.arch.barrier(barrier_id=NAMED_BARRIERS[0] + block, number_of_threads=WARPGROUP_THREADS)
         each = self.tiles.tile_q // self.tiles.dq_rows

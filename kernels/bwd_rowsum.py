@@ -18,6 +18,7 @@ from . import BackwardFacts
 from .bwd_workspace import QUAD, Workspace
 from .online_softmax import LOG2_E
 from .tiles import ELEMENT_BYTES, BackwardTiles
+from .tiles_bwd_sm100 import BlackwellBackwardTiles
 
 THREADS = 128
 CHUNK = TMA_ALIGNMENT_BYTES // ELEMENT_BYTES  # elements that a lane loads at once
@@ -37,7 +38,7 @@ class Args:
 class BwdRowsum:
     """The kernel for one set of compile-time facts."""
 
-    def __init__(self, facts: BackwardFacts, tiles: BackwardTiles) -> None:
+    def __init__(self, facts: BackwardFacts, tiles: BackwardTiles | BlackwellBackwardTiles) -> None:
         self.tiles = tiles
         self.chunks = facts.head_dim_v // CHUNK
         self.lanes = 8 if self.chunks <= 16 else 16  # of a row
@@ -74,7 +75,7 @@ class BwdRowsum:
 
     @cute.jit
     def clear(self, args: Args, number: Int32):
-        """Zeros for the part of dQ with this number, and for its turn."""
+        """Zeros for the part of dQ with this number, and for its turns."""
         thread, _, _ = cute.arch.thread_idx()
         zeros = cute.make_rmem_tensor(QUAD, Float32)
         zeros.fill(0.0)
@@ -86,8 +87,8 @@ class BwdRowsum:
             if (i + 1) * THREADS * QUAD <= self.zeros or quad < self.zeros // QUAD:
                 cute.autovec_copy(zeros, quads[None, quad])
         if const_expr(self.deterministic):
-            turn = args.workspace.turns.iterator + number
-            if thread == 0:
+            turn = args.workspace.turns.iterator + number * self.tiles.turns + thread
+            if thread < self.tiles.turns:
                 turn.store(Int32(0))
 
     @cute.jit

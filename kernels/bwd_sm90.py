@@ -38,10 +38,8 @@ from ..layouts.fragments import (
 )
 from ..layouts.gmem import tma_atom, tma_tiles
 from ..layouts.hardware import (
-    L2_BYTES,
     OCTET,
     QUAD_THREADS,
-    SMS,
     WARP_THREADS,
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
@@ -53,11 +51,10 @@ from ..layouts.smem import allocate, row_major_stages, transposed, view
 from ..pipelines.backward_sm90 import backward_graph
 from ..pipelines.tile_order import TileOrder
 from . import BackwardFacts
+from .bwd_main import BwdMain, Keys, load_rows
 from .bwd_workspace import DqTurn, Workspace, add_quads
-from .forward import DTYPES
-from .mask import Mask
 from .online_softmax import LOG2_E
-from .tiles import ELEMENT_BYTES, BackwardTiles
+from .tiles import BackwardTiles
 from .wgmma import InSmem, in_registers, issue, narrow
 
 
@@ -136,37 +133,12 @@ class Reduction:
     thread: Int32  # in the warpgroup
 
 
-@dataclass(frozen=True)
-class Keys:
-    """The K/V tile that a CTA is at, and the tiles of Q that see it, [begin, end) of every head."""
-
-    first: Int32  # in its sequence
-    head: Int32  # of K and V
-    batch: Int32
-    mask: Mask
-    begin: Int32
-    full: Int32  # [full, end) need no mask
-    end: Int32
-    start: Int32  # the tile of Q that comes first: from there to the end, then from the beginning
-
-    def after(self, q_tile: Int32, head: Int32) -> tuple[Int32, Int32]:
-        """The tile of Q that comes next, and its head."""
-        following = cutlass.select_(q_tile + 1 == self.end, self.begin, q_tile + 1)
-        return following, cutlass.select_(following == self.start, head + 1, head)
-
-    def turned(self, q_tile: Int32) -> Int32:
-        """That many tiles after the first as `q_tile` is after `begin`."""
-        turned = q_tile - self.begin + self.start
-        return cutlass.select_(turned < self.end, turned, turned - self.end + self.begin)
-
-
-class BwdSm90:
+class BwdSm90(BwdMain):
     """The main kernel for one set of compile-time facts and one row of the tile table."""
 
     def __init__(self, facts: BackwardFacts, tiles: BackwardTiles) -> None:
-        self.facts = facts
+        super().__init__(facts, tiles)
         self.tiles = tiles
-        self.dtype = DTYPES[facts.dtype]
         self.by_keys = tiles.split == "keys"
         groups = tiles.consumer_warpgroups
         of_rows, of_columns = (1, 1) if self.by_keys else (groups, groups)
@@ -224,6 +196,15 @@ class BwdSm90:
         dtypes, one, k, mn = (self.dtype,) * 2, (1, 1, 1), OperandMajorMode.K, OperandMajorMode.MN
         return make_trivial_tiled_mma(*dtypes, mn, k, Float32, one, self.tiles.dq_block)
 
+    def dq_fragment(self, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+        """This thread's part of a block of dQ, in the order in which it was added."""
+        return accumulator(self.dq_mma(), self.tiles.dq_block, dtype)
+
+    def write_dq(self, fragment: cute.Tensor, block: cute.Tensor, thread: Int32) -> None:
+        """A block of dQ in 16 bits, registers -> shared memory (rows, columns)."""
+        target = cute.make_tensor(block.iterator, cute.select(block.layout, mode=[1, 0]))
+        write_fragment(self.dq_mma(), fragment, target, thread, True)
+
     @cute.jit
     def __call__(
         self,
@@ -246,20 +227,7 @@ class BwdSm90:
         load_do, tma_do = tma_atom(load, do, layouts.do, self.shape_do)
         store_dk, tma_dk = tma_atom(store, dk, layouts.dk, (self.tiles.tile_kv, self.shape_q[1]))
         store_dv, tma_dv = tma_atom(store, dv, layouts.dv, self.shape_v)
-        batch, len_kv, heads_kv, _ = k.shape
-        tiles = cute.ceil_div(len_kv, self.tiles.tile_kv)
-        start = None
-        if const_expr(self.facts.causal):
-            # In deterministic mode the shortest first: what waits for nobody (see `rank`).
-            start = "last" if const_expr(self.facts.deterministic) else "first"
-        order = TileOrder(
-            tiles=tiles,
-            heads=heads_kv,
-            batch=batch,
-            # Two for each SM at least: the last section's long tiles need short ones beside them.
-            section=cutlass.max(self.sequences_in_l2(q, k), 2 * SMS // tiles),
-            start=start,
-        )
+        order = self.order(q, k)
         tensors = tma_q, tma_k, tma_v, tma_do, tma_dk, tma_dv
         atoms = load_q, load_k, load_v, load_do, store_dk, store_dv
         self.kernel(Args(*tensors, *atoms, workspace, scale, order, sms)).launch(
@@ -269,16 +237,6 @@ class BwdSm90:
             min_blocks_per_mp=1,
             use_pdl=True,
         )
-
-    def sequences_in_l2(self, q: cute.Tensor, k: cute.Tensor) -> Int32:
-        """Heads of K, over all batches, whose Q, dO and dQ fit the L2 cache; at least one."""
-        columns = self.facts.head_dim + self.facts.head_dim_v
-        row_bytes = columns * ELEMENT_BYTES + 4 * self.tiles.dq_columns
-        batch, len_q, heads_q, _ = q.shape
-        heads_kv = k.shape[2]
-        sequences = cutlass.max(Int32(L2_BYTES // row_bytes) // len_q, 1)
-        fit = cutlass.max(sequences // (heads_q // heads_kv), 1)
-        return cutlass.min(fit, batch * heads_kv)
 
     @cute.kernel
     def kernel(self, args: Args):
@@ -319,21 +277,6 @@ class BwdSm90:
         sdO, sdV = room(layouts.do, layouts.dv)
         (sP,) = (sdS,) if self.by_keys else room(layouts.ds)
         return Smem(sQ, sK, sV, sdO, sP, sdS, sdK, sdV, rows)
-
-    @cute.jit
-    def keys(self, args: Args) -> Keys:
-        """The tile of this CTA. Under a causal mask the first one sees most queries."""
-        number, _, _ = cute.arch.block_idx()
-        tile, head, batch = args.order.locate(number)
-        right = Int32(0) if const_expr(self.facts.causal) else None
-        mask = Mask(args.q.shape[0], args.k.shape[0], right)
-        first = tile * self.tiles.tile_kv
-        begin, full, end = mask.q_tiles(first, self.tiles.tile_kv, self.tiles.tile_q)
-        start = begin
-        if const_expr(self.facts.deterministic and not self.facts.causal):
-            together = args.order.tiles <= args.sms
-            start = cutlass.select_(together, tile * end // args.order.tiles, begin)
-        return Keys(first, head, batch, mask, begin, full, end, start)
 
     @cute.jit
     def reduce(self, args: Args, edges, smem: Smem):
@@ -435,29 +378,11 @@ class BwdSm90:
     ) -> DqTurn:
         """When this K/V tile may add to a tile of dQ, in deterministic mode."""
         return DqTurn(
-            cute.domain_offset((q_tile, head, keys.batch), args.workspace.turns).iterator,
+            cute.domain_offset((0, q_tile, head, keys.batch), args.workspace.turns).iterator,
             self.rank(args, keys, q_tile),
             Int32(self.graph.barrier("dq_turn")[0]),
             reduction.thread,
         )
-
-    def rank(self, args: Args, keys: Keys, q_tile: Int32) -> Int32:
-        """How many K/V tiles come before this one at a tile of dQ: those that arrive there before.
-
-        Under a causal mask the last one is first: it starts first, and with the tiles of Q at its
-        own diagonal, where every other one arrives later. Without, where all K/V tiles of a
-        sequence run at the same time, each begins with another tile of Q: the first at one is who
-        begins there, then its left neighbour, and so on around. Where they do not, by number.
-        """
-        tile = keys.first // self.tiles.tile_kv
-        if const_expr(self.facts.causal):
-            first_row, tile_q = q_tile * self.tiles.tile_q, self.tiles.tile_q
-            _, end = keys.mask.kv_tiles(first_row, tile_q, self.tiles.tile_kv)
-            return end - 1 - tile
-        tiles = args.order.tiles
-        first = cute.ceil_div((q_tile + 1) * tiles, keys.end) - 1
-        around = first - tile + cutlass.select_(tile > first, tiles, 0)
-        return cutlass.select_(tiles <= args.sms, around, tile)
 
     @cute.jit
     def load_kv(self, args: Args, edges, smem: Smem, keys: Keys):
@@ -491,22 +416,9 @@ class BwdSm90:
             source, slot = sources[None, q_tile], slots[None, state.index]
             cute.copy(atom, source, slot, tma_bar_ptr=barrier)
         barrier = edges.load_q.producer_get_barrier(state)
-        rows = args.workspace.rows[None, None, head, keys.batch]
-        self.load_rows(rows, q_tile, smem.rows[None, None, state.index], barrier)
-
-    @cute.jit
-    def load_rows(self, source: cute.Tensor, q_tile: Int32, target: cute.Tensor, barrier):
-        """LSE and D of a tile of Q."""
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        rows = cute.local_tile(source, (2, self.tiles.tile_q), (0, q_tile))
-        flat = cute.make_layout(2 * self.tiles.tile_q)
-        with cute.arch.elect_one():
-            cute.copy(
-                atom,
-                cute.make_tensor(rows.iterator, flat),
-                cute.make_tensor(target.iterator, flat),
-                mbar_ptr=barrier,
-            )
+        place = smem.rows[None, None, state.index].iterator
+        tile_q, batch = self.tiles.tile_q, keys.batch
+        load_rows(args.workspace, tile_q, q_tile, head, batch, place, barrier)
 
     @cute.jit
     def consume(self, args: Args, edges, smem: Smem):

@@ -1,8 +1,9 @@
 """What backward's three kernels hand on in global memory: dQ in the making, LSE and D, float32.
 
 dQ is kept in *fragment order*: for each block of each tile of Q, the registers of its accumulator
-four by four, thread after thread, so that what a warp adds at once is 512 bytes in one piece. The
-rows of a sequence are padded to whole tiles.
+four by four, thread after thread, so that what a warp adds at once is 512 bytes in one piece. Where
+it adds more at once, by a bulk reduction, that is the order in each warp's part. The rows of a
+sequence are padded to whole tiles.
 """
 
 from dataclasses import dataclass
@@ -11,9 +12,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
 
-from ..layouts.hardware import WARP_THREADS, WARPGROUP_THREADS
+from ..layouts.hardware import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS
+from ..layouts.opaque import lane
 from .tiles import BackwardTiles
+from .tiles_bwd_sm100 import BlackwellBackwardTiles
 
 QUAD = 4  # accumulator registers that are added at once
 
@@ -24,12 +28,16 @@ class Workspace:
 
     dq: cute.Tensor  # ((QUAD, thread, quads), block, q_tile, head, batch)
     rows: cute.Tensor  # (lse_log2 and rowsum, row, head, batch)
-    turns: cute.Tensor  # (q_tile, head, batch), int32: K/V tiles that are in this dq; in
+    turns: cute.Tensor  # (turn, q_tile, head, batch), int32: K/V tiles that are in this dq; in
     #                     deterministic mode alone, behind the buffer's end in the other
 
     @staticmethod
     def of(
-        tiles: BackwardTiles, memory: cute.Tensor, batch: Int32, heads: Int32, len_q: Int32
+        tiles: BackwardTiles | BlackwellBackwardTiles,
+        memory: cute.Tensor,
+        batch: Int32,
+        heads: Int32,
+        len_q: Int32,
     ) -> "Workspace":
         """Host code: `memory` has at least `tiles.workspace_floats`."""
         q_tiles = cute.ceil_div(len_q, tiles.tile_q)
@@ -39,25 +47,33 @@ class Workspace:
         quads = block // (QUAD * WARPGROUP_THREADS)
         head_rows = Int64(rows)
         batch_rows = head_rows * heads
+        threads, quad_stride = WARPGROUP_THREADS, WARPGROUP_THREADS * QUAD
+        thread_stride = QUAD
+        if tiles.dq_by_warps:
+            quad_stride = WARP_THREADS * QUAD
+            threads = (WARP_THREADS, WARPGROUP_WARPS)
+            thread_stride = (QUAD, quad_stride * quads)
         dq = cute.make_layout(
-            (
-                (QUAD, WARPGROUP_THREADS, quads),
-                blocks,
-                q_tiles,
-                heads,
-                batch,
-            ),
+            ((QUAD, threads, quads), blocks, q_tiles, heads, batch),
             stride=(
-                (1, QUAD, QUAD * WARPGROUP_THREADS),
+                (1, thread_stride, quad_stride),
                 block,
                 blocks * block,
                 cute.assume(head_rows * columns, divby=QUAD),
                 cute.assume(batch_rows * columns, divby=QUAD),
             ),
         )
-        turns = cute.make_layout((q_tiles, heads, batch), stride=(1, q_tiles, q_tiles * heads))
+        tile_turns = q_tiles * tiles.turns
+        turns = cute.make_layout(
+            (tiles.turns, q_tiles, heads, batch),
+            stride=(1, tiles.turns, tile_turns, tile_turns * heads),
+        )
+        row, row_stride, d_stride = rows, 2, 1
+        if tiles.rows_apart:
+            row, row_stride = (tiles.tile_q, q_tiles), (1, 2 * tiles.tile_q)
+            d_stride = tiles.tile_q
         pairs = cute.make_layout(
-            (2, rows, heads, batch), stride=(1, 2, 2 * head_rows, 2 * batch_rows)
+            (2, row, heads, batch), stride=(d_stride, row_stride, 2 * head_rows, 2 * batch_rows)
         )
         first = memory.iterator + batch_rows * batch * columns
         counters = cute.recast_ptr(first + 2 * batch_rows * batch, dtype=Int32)
@@ -131,3 +147,42 @@ def _red(address: Int64, values: list, offset: int) -> None:
     text = f"red.global.add.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};"
     operands = [address.ir_value(), *(value.ir_value() for value in values)]
     llvm.inline_asm(None, operands, text, "l,f,f,f,f", has_side_effects=True)
+
+
+@dataclass(frozen=True)
+class WarpTurn:
+    """The turn of one warp to add its part of a tile of dQ, by bulk reductions of its lane 0."""
+
+    counter: cute.Pointer  # int32, global: of this part, K/V tiles that have had their turn
+    rank: Int32  # tiles that come before this one
+
+    @cute.jit
+    def wait(self) -> None:
+        """Until all tiles before are in."""
+        if lane() == 0:
+            done = cute.arch.load(self.counter, Int32, sem="acquire", scope="gpu")
+            while done != self.rank:
+                done = cute.arch.load(self.counter, Int32, sem="acquire", scope="gpu")
+            cute.arch.fence_proxy("async.global")
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def release(self) -> None:
+        """To the next tile, once the reductions are done."""
+        if lane() == 0:
+            cute.arch.cp_async_bulk_wait_group(0)
+            cute.arch.fence_proxy("async.global")
+            cute.arch.red(self.counter, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+
+
+@dsl_user_op
+def reduce_bulk(
+    target: cute.Pointer, source: cute.Pointer, size_bytes: int, *, loc=None, ip=None
+) -> None:
+    """float32 numbers, shared memory -> added to global memory, by one thread."""
+    text = (
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
+        f"[$0], [$1], {size_bytes};"
+    )
+    operands = [target.toint().ir_value(), Int32(source.toint()).ir_value()]
+    llvm.inline_asm(None, operands, text, "l,r", has_side_effects=True, loc=loc, ip=ip)

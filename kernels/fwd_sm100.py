@@ -463,7 +463,8 @@ class FwdSm100(Forward):
     @cute.jit
     def issue_s(self, rings, operands: Operands, t: cutlass.Constexpr[int], step: Int32, kv: Int32):
         """S of tile t of Q and the K in stage `kv`."""
-        product = Product(self.dtype, self.tiles.tile_kv, False, self.tiles.pair)
+        rows = UMMA_ROWS * self.tiles.ctas
+        product = Product(self.dtype, (rows, self.tiles.tile_kv), self.tiles.pair)
         d = operands.base + self.score_column(t, step)
         q, k = operands.tSrQ.stage(t), operands.tSrK.stage(rings.load_kv.stage(kv))
         product.issue(operands.leader, d, q, k, Boolean(False), 0, self.shape_q[1] // MMA_DEPTH)
@@ -480,7 +481,8 @@ class FwdSm100(Forward):
         accumulate: Boolean,
     ):
         """O of tile t of Q takes in P and the V in stage `kv`."""
-        product = Product(self.dtype, self.shape_o[1], True, self.tiles.pair)
+        shape = UMMA_ROWS * self.tiles.ctas, self.shape_o[1]
+        product = Product(self.dtype, shape, self.tiles.pair, b_transposed=True)
         d = operands.base + self.out_column(t)
         p = Int32((operands.base + self.borrow_s_as_p(t, step)).toint())
         v = operands.tOrV.stage(rings.load_kv.stage(kv))

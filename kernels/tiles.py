@@ -539,6 +539,11 @@ class BackwardTiles(Row):
     dq_rows: int  # of dQ, computed at once
     consumer_warpgroups: int = field(default=2, init=False)
 
+    ctas = 1  # that share a tile
+    turns = 1  # who takes turns at a tile of dQ
+    dq_by_warps = False  # in the workspace: a block's quads run over all of the warpgroup
+    rows_apart = False  # there: LSE and D of a row side by side
+
     def check_shape(self) -> None:
         if self.split not in ("keys", "columns"):
             raise ValueError(f"split={self.split!r}: needs 'keys' or 'columns'")
@@ -634,7 +639,7 @@ class BackwardTiles(Row):
     def workspace_floats(self, batch: int, heads_q: int, len_q: int, turns: bool) -> int:
         """The dQ accumulator, LSE and D, in float32, and with `turns` one for each tile of Q."""
         q_tiles = batch * heads_q * -(-len_q // self.tile_q)
-        return q_tiles * (self.tile_q * (self.dq_columns + 2) + turns)
+        return q_tiles * (self.tile_q * (self.dq_columns + 2) + turns * self.turns)
 
 
 # Head dims of a row are the largest that it serves. Of a consumer thread, S and dP take tile_q

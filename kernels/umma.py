@@ -12,12 +12,11 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu.tcgen05 import smem_descriptor_to_int
 from cutlass.cutlass_dsl import Numeric, dsl_user_op
 
-from ..layouts.hardware import UMMA_ROWS
-
 # PTX ISA, tcgen05 instruction descriptor of .kind::f16.
 F32_OUT = 1 << 4
 TYPES = {cutlass.Float16: 0, cutlass.BFloat16: 1}
-A_TYPE, B_TYPE, B_TRANSPOSED, COLUMNS, ROWS = (1 << at for at in (7, 10, 16, 17, 24))
+A_TYPE, B_TYPE, COLUMNS, ROWS = (1 << at for at in (7, 10, 17, 24))
+A_TRANSPOSED, B_TRANSPOSED = 1 << 15, 1 << 16
 STEP_COLUMNS = 8  # of tensor memory that 16 elements of A take
 UNROLL = 4
 HIGH = 32  # of a descriptor's bits lie above its address
@@ -52,23 +51,24 @@ class UmmaOperand:
 
 @dataclass(frozen=True)
 class Product:
-    """D [128, columns] in float32, from operands of one 16-bit type; B as rows of k, or of n.
+    """D (rows, columns) in float32, from operands of one 16-bit type, whose k runs fastest.
 
-    A pair of CTAs computes D [256, columns], half of the rows each, and each has half of B.
+    A pair of CTAs computes D of 256 or 128 rows, half of them each, and each has half of B.
     """
 
     dtype: type[Numeric]
-    columns: int
-    transposed: bool  # n runs fastest in B
+    shape: tuple[int, int]  # of D
     pair: bool
+    a_transposed: bool = False  # its rows run fastest
+    b_transposed: bool = False
 
     @property
     def descriptor(self) -> int:
         """The instruction descriptor."""
-        kind = TYPES[self.dtype]
-        rows = UMMA_ROWS * (2 if self.pair else 1)
-        shape = (self.columns // 8) * COLUMNS + (rows // 16) * ROWS
-        return F32_OUT + kind * (A_TYPE + B_TYPE) + self.transposed * B_TRANSPOSED + shape
+        kind, (rows, columns) = TYPES[self.dtype], self.shape
+        shape = (columns // 8) * COLUMNS + (rows // 16) * ROWS
+        transposed = self.a_transposed * A_TRANSPOSED + self.b_transposed * B_TRANSPOSED
+        return F32_OUT + kind * (A_TYPE + B_TYPE) + transposed + shape
 
     @cute.jit
     def issue(

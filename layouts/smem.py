@@ -1,8 +1,9 @@
 """Swizzled shared-memory stages, as TMA writes them and wgmma reads them."""
 
 import cutlass.cute as cute
+from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cutlass_dsl import Numeric
+from cutlass.cutlass_dsl import Numeric, dsl_user_op
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils.hopper_helpers import get_smem_layout_atom
@@ -34,6 +35,17 @@ def allocate(allocator: SmemAllocator, dtype: type[Numeric], elements: int) -> c
 def view(memory: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
     """`memory` as the stages of `layout`; the swizzle moves into the pointer."""
     return cute.make_tensor(cute.recast_ptr(memory, layout.inner), layout.outer)
+
+
+@dsl_user_op
+def store_to_cta(
+    octet: cute.Tensor, place: cute.Tensor, cta: Int32, *, loc=None, ip=None
+) -> None:
+    """16 bytes, registers -> the place in the shared memory of a CTA of the cluster that `place`
+    has in this one's."""
+    pointer = cute.arch.map_dsmem_ptr(place.iterator, cta, loc=loc, ip=ip)
+    there = cute.make_tensor(pointer, place.layout)
+    cute.autovec_copy(octet, there, loc=loc, ip=ip)
 
 
 def transposed(stages: cute.Tensor) -> cute.Tensor:

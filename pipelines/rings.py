@@ -18,6 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from cutlass._mlir.dialects import llvm
+from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cutlass_dsl import dsl_user_op
 
 By = Literal["tma", "mma", "warps"]
@@ -60,7 +61,7 @@ class Ring:
             self._wait_free(number, loc, ip)
         if self.by == "tma":
             size = some_bytes or self.stage_bytes
-            if self.pair:
+            if self.pair and self.to_mma:
                 announce_of_both(self.barrier(number), 2 * size)
                 return
             with cute.arch.elect_one(loc=loc, ip=ip):
@@ -108,8 +109,10 @@ def arrive(
         commit(barrier, leader, pair, loc, ip)
     else:
         cute.arch.sync_warp(loc=loc, ip=ip)
+        # What is handed to another CTA may be in its shared memory.
+        scope = None if at is None else MemScopeKind.CLUSTER
         with cute.arch.elect_one(loc=loc, ip=ip):
-            cute.arch.mbarrier_arrive(barrier, at, loc=loc, ip=ip)
+            cute.arch.mbarrier_arrive(barrier, at, scope=scope, loc=loc, ip=ip)
 
 
 def commit(barrier: cute.Pointer, leader: Boolean, pair: bool, loc, ip) -> None:

@@ -23,9 +23,11 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @cache
-def build(facts: BackwardFacts) -> tuple[Callable[..., None], dict[str, Usage], str]:
+def build(
+    facts: BackwardFacts, arch: str = "sm_90a"
+) -> tuple[Callable[..., None], dict[str, Usage], str]:
     """(function, resources by kernel, PTX)."""
-    function, arguments, options = backward_function("sm_90a", facts)
+    function, arguments, options = backward_function(arch, facts)
     with tempfile.TemporaryDirectory() as folder:
         options += f" --generate-line-info --keep-ptx --keep-cubin --dump-dir {folder}"
         compiled: Any = cute.compile(function, *arguments, options=options)
@@ -132,6 +134,7 @@ def run(
     more: int = 0,
     content: float = math.nan,
     sms: int = 132,
+    arch: str = "sm_90a",
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk and dv, every byte of which must be written.
@@ -143,9 +146,9 @@ def run(
     if heads_first:
         inputs, gradients = ([x.transpose(1, 2) for x in xs] for xs in (inputs, gradients))
     batch, len_q, heads_q, _ = c.q.shape
-    floats = backward_workspace("sm_90a", facts, batch, heads_q, len_q)
+    floats = backward_workspace(arch, facts, batch, heads_q, len_q)
     emulator.run(
-        build(facts)[0],
+        build(facts, arch)[0],
         *inputs,
         e.lse,
         *((c.dlse,) if facts.dlse else ()),
