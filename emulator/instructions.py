@@ -95,6 +95,7 @@ class Instructions(Tcgen05):
             counters.tensor_flops += len(b) * tensor_core.wgmma_flops(columns, item)
             counters.tensor_clocks += len(b) * tensor_core.wgmma_clocks(columns)
             counters.shared_read_bytes += 16 * sum(len(plan.granules) for plan in used)
+            counters.operand_b_bytes += 16 * len(used[0].granules)
         view = acc.view(np.float16) if dtype == "f16" else acc
         # What stands before one that does not add to the accumulator is lost.
         keep = self._firsts(scales)

@@ -82,6 +82,7 @@ class Counters:
     ld_global_bytes: int = 0
     st_global_bytes: int = 0
     shared_read_bytes: int = 0
+    operand_b_bytes: int = 0  # of those, what tensor cores read as operand B
     shared_write_bytes: int = 0
     bank_conflicts: int = 0  # extra passes of shared-memory accesses by lanes
     tmem_read_bytes: int = 0  # tensor memory, by loads and as operands of the tensor cores

@@ -665,6 +665,7 @@ class Tcgen05(Copies):
         counters.tensor_flops += plan.flops * len(group)
         counters.tensor_clocks += plan.clocks * len(group)
         counters.shared_read_bytes += 16 * sum(len(granules) for granules in plan.smem)
+        counters.operand_b_bytes += 16 * np.unique(plan.smem_b.granules).size * len(group)
         written = sum(cell_bytes(cells) for part in plan.d for cells in part)
         read = sum(cell_bytes(cells) for part in (*plan.a, *plan.scales) for cells in part)
         counters.tmem_write_bytes += written * steps

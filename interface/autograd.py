@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, overload
 
 import torch
@@ -133,17 +132,6 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def differentiable(device: torch.device) -> None:
-    """Raises NotImplementedError: there are no kernels for gradients there."""
-    emulation = active()
-    arch = emulation.arch if emulation else _arch_of(device)
-    if arch is not None:  # else `forward` will say what is missing
-        checks.differentiable(arch)
-
-
-_arch_of = cache(checks.arch_of)
-
-
 class _Attention(torch.autograd.Function):
     """`forward` and `backward` as one node of torch's graph."""
 
@@ -158,7 +146,6 @@ class _Attention(torch.autograd.Function):
         layout: Layout,
         deterministic: bool | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        differentiable(q.device)
         out, lse = forward(q, k, v, scale=scale, causal=causal, layout=layout)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
@@ -360,7 +347,6 @@ def _make_plan(
     call, workspace, sms = None, 0, 0
     if q.numel() and k.shape[sequence]:
         arch = arch_for(q.device)
-        checks.differentiable(arch)
         deterministic, dlse = facts
         dims = q.shape[3], v.shape[3]
         kernel = BackwardFacts(DTYPE_NAMES[q.dtype], *dims, causal, deterministic, dlse is not None)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..kernels.tiles import BACKWARD, BLACKWELL, FORWARD, HEAD_DIMS
+from ..kernels.tiles import BLACKWELL, FORWARD, HEAD_DIMS
 from .arch import ARCH_OF_CAPABILITY
 
 LAYOUTS = {
@@ -54,21 +54,6 @@ def arch_of(device: torch.device) -> str | None:
 def arches() -> tuple[str, ...]:
     """SM versions there are kernels for."""
     return (*dict.fromkeys(row.arch for row in FORWARD), *BLACKWELL)
-
-
-def differentiable_arches() -> tuple[str, ...]:
-    """Those that there are kernels for gradients for, too."""
-    return tuple(dict.fromkeys(row.arch for row in BACKWARD))
-
-
-def differentiable(arch: str) -> None:
-    """Raises NotImplementedError: there are no kernels for gradients on that SM version."""
-    if arch not in differentiable_arches():
-        raise NotImplementedError(
-            f"gradients are asked for on {arch}; there are kernels for them on "
-            f"{_listed(differentiable_arches())}; call under torch.no_grad(), compile without "
-            "backward"
-        )
 
 
 # ---- tensors of one call -------------------------------------------------------------------------

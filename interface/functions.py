@@ -531,7 +531,6 @@ def _variants(
         for facts in _forward_variants(arch, DTYPE_NAMES[dtype], dims, masked, negative, groups)
     ]
     if backward:
-        checks.differentiable(arch)
         found += [
             backward_spec(arch, BackwardFacts(DTYPE_NAMES[dtype], *dims, masked))
             for dtype, dims, masked in product(dtypes, shapes, causal)

@@ -130,13 +130,15 @@ class BackwardFacts:
 
 
 def backward_function(
-    arch: str, facts: BackwardFacts
+    arch: str, facts: BackwardFacts, tiles: BackwardTiles | BlackwellBackwardTiles | None = None
 ) -> tuple[Callable[..., None], tuple[Any, ...], str]:
     """What `cute.compile` needs to build backward: one function that launches its three kernels.
 
     Args:
         arch: target, such as "sm_90a".
         facts: the compile-time facts.
+        tiles: in place of the row of the table, for these head dims; the workspace is then of
+            `tiles.workspace_floats` elements.
 
     Returns:
         (function, arguments, options) for `cute.compile(function, *arguments, options=options)`.
@@ -161,7 +163,7 @@ def backward_function(
     """
     from .backward import Backward
 
-    function = Backward(facts, _backward_tiles(arch, facts))
+    function = Backward(facts, tiles or _backward_tiles(arch, facts))
     return function, function.fake_arguments(), f"--enable-tvm-ffi --gpu-arch {arch}"
 
 

@@ -69,7 +69,7 @@ HALF_ROWS = UMMA_ROWS // 2  # of a folded accumulator, and of dQ of a CTA of a p
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor that TMA copies tiles of: (len, head_dim, heads, batch), coordinates for the atom."""
+    """What TMA copies tiles of: (len, head_dim, heads, batch), coordinates for the atom."""
 
     tensor: cute.Tensor
     atom: cute.CopyAtom
@@ -373,16 +373,12 @@ class BwdSm100(BwdMain):
         for number in cutlass.range(total, unroll=1):
             first, by_rows = number * self.uses, q_tile * ctas + rank
             size_q, size_do = self.tiles.q_bytes, self.tiles.do_bytes
-            self.load_one(
-                args.load_q, ring, first, smem.q, size_q, by_rows, 0, head, batch
-            )
+            self.load_one(args.load_q, ring, first, smem.q, size_q, by_rows, 0, head, batch)
             rings.load_rows.acquire(number)
             stage = rings.load_rows.stage(number)
             place, barrier = smem.rows[None, None, stage].iterator, rings.load_rows.barrier(number)
             load_rows(args.workspace, self.tiles.tile_q, q_tile, head, batch, place, barrier)
-            self.load_one(
-                args.load_do, ring, first + 1, smem.do, size_do, by_rows, 0, head, batch
-            )
+            self.load_one(args.load_do, ring, first + 1, smem.do, size_do, by_rows, 0, head, batch)
             if const_expr(self.tiles.pair):
                 self.load_one(
                     args.load_dot, ring, first + 2, smem.dot, size_do, q_tile, rank, head, batch
@@ -599,9 +595,7 @@ class BwdSm100(BwdMain):
             layout = make_smem_layout_a(mma, (*shape, depth), self.dtype, 1)
             return UmmaOperand.of(mma.get_slice(0).make_fragment_A(self.same(at, layout)))
 
-        def b(
-            mma: cute.TiledMma, shape: tuple[int, int], depth: int, at: cute.Tensor, stages: int
-        ):
+        def b(mma: cute.TiledMma, shape: tuple[int, int], depth: int, at: cute.Tensor, stages: int):
             layout = staged(make_smem_layout_b(mma, (*shape, depth), self.dtype, 1), stages)
             return UmmaOperand.of(mma.get_slice(0).make_fragment_B(self.same(at, layout)))
 
@@ -795,7 +789,9 @@ class BwdSm100(BwdMain):
             line = smem.ds[part.rank * self.tiles.keys + part.key, None, 0]
             for c in cutlass.range_constexpr(0, cute.size(rdS), OCTET):
                 octet = cute.make_tensor(rdS.iterator + c, cute.make_layout(OCTET))
-                target = cute.local_tile(line, (OCTET,), (part.first % HALF_ROWS // OCTET + c // OCTET,))
+                target = cute.local_tile(
+                    line, (OCTET,), (part.first % HALF_ROWS // OCTET + c // OCTET,)
+                )
                 store_to_cta(octet, target, cta)
             cute.arch.fence_proxy("async.shared", space="cluster")
         else:

@@ -180,9 +180,6 @@ def reduce_bulk(
     target: cute.Pointer, source: cute.Pointer, size_bytes: int, *, loc=None, ip=None
 ) -> None:
     """float32 numbers, shared memory -> added to global memory, by one thread."""
-    text = (
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
-        f"[$0], [$1], {size_bytes};"
-    )
+    text = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {size_bytes};"
     operands = [target.toint().ir_value(), Int32(source.toint()).ir_value()]
     llvm.inline_asm(None, operands, text, "l,r", has_side_effects=True, loc=loc, ip=ip)

@@ -38,9 +38,7 @@ def view(memory: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
 
 
 @dsl_user_op
-def store_to_cta(
-    octet: cute.Tensor, place: cute.Tensor, cta: Int32, *, loc=None, ip=None
-) -> None:
+def store_to_cta(octet: cute.Tensor, place: cute.Tensor, cta: Int32, *, loc=None, ip=None) -> None:
     """16 bytes, registers -> the place in the shared memory of a CTA of the cluster that `place`
     has in this one's."""
     pointer = cute.arch.map_dsmem_ptr(place.iterator, cta, loc=loc, ip=ip)

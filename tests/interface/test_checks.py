@@ -517,21 +517,6 @@ def test_an_sm_version_without_kernels(call: Any) -> None:
     )
 
 
-def test_gradients_where_there_are_none() -> None:
-    q = torch.zeros(1, 1, 1, 64, dtype=torch.float16, requires_grad=True)
-    with pytest.raises(NotImplementedError) as raised, hopwell.emulate("sm_100a"):
-        hopwell.attention(q, q, q)
-    assert str(raised.value) == (
-        "gradients are asked for on sm_100a; there are kernels for them on sm_90a; call under "
-        "torch.no_grad(), compile without backward"
-    )
-    for arch in ("sm_103a", ["sm_90a", "sm_103a"]):  # before it compiles anything
-        with pytest.raises(NotImplementedError, match="gradients are asked for on sm_103a"):
-            hopwell.compile(arch, backward=True)
-    with pytest.raises(NotImplementedError, match="gradients are asked for on sm_103a"):
-        hopwell.warmup("sm_103a", backward=True)
-
-
 @pytest.mark.parametrize("groups", [[], [0], [2.0], 4, "4", [True]])
 def test_gqa_groups(groups: Any) -> None:
     with pytest.raises(ValueError) as raised:

@@ -1,18 +1,19 @@
 """Backward on the emulator, checker on, against float64: what its tests share."""
 
 import math
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import cutlass.cute as cute
 import torch
 
 from hopwell import emulator
 from hopwell.interface.cubin import Usage, usage
 from hopwell.kernels import BackwardFacts, backward_function, backward_workspace
+from hopwell.kernels.tiles_bwd_sm100 import BlackwellBackwardTiles
+
+from .built import compiled
 
 FULL = BackwardFacts("bfloat16", 128, 128, causal=False)
 CAUSAL = replace(FULL, causal=True)
@@ -22,16 +23,22 @@ D256 = replace(CAUSAL, head_dim=256, head_dim_v=256)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
+class Built(NamedTuple):
+    """A compiled function, resources by kernel, PTX and cubin."""
+
+    call: Callable[..., None]
+    resources: dict[str, Usage]
+    ptx: str
+    cubin: bytes
+
+
 @cache
 def build(
-    facts: BackwardFacts, arch: str = "sm_90a"
-) -> tuple[Callable[..., None], dict[str, Usage], str]:
-    """(function, resources by kernel, PTX)."""
-    function, arguments, options = backward_function(arch, facts)
-    with tempfile.TemporaryDirectory() as folder:
-        options += f" --generate-line-info --keep-ptx --keep-cubin --dump-dir {folder}"
-        compiled: Any = cute.compile(function, *arguments, options=options)
-    return compiled, usage(compiled.artifacts.CUBIN), compiled.artifacts.PTX
+    facts: BackwardFacts, arch: str = "sm_90a", tiles: BlackwellBackwardTiles | None = None
+) -> Built:
+    """From the table, or from a row of its own."""
+    made, ptx, cubin = compiled(*backward_function(arch, facts, tiles))
+    return Built(made, usage(cubin), ptx, cubin)
 
 
 @dataclass
@@ -124,7 +131,12 @@ def exact(facts: BackwardFacts, c: Case) -> Exact:
     )
 
 
-def run(
+def run(facts: BackwardFacts, c: Case, e: Exact, **options: Any) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv; options as of `reported`."""
+    return reported(facts, c, e, **options)[0]
+
+
+def reported(
     facts: BackwardFacts,
     c: Case,
     e: Exact,
@@ -135,9 +147,10 @@ def run(
     content: float = math.nan,
     sms: int = 132,
     arch: str = "sm_90a",
+    tiles: BlackwellBackwardTiles | None = None,  # in place of the table's
     **options: Any,
-) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dv, every byte of which must be written.
+) -> tuple[tuple[torch.Tensor, ...], emulator.Report]:
+    """(dq, dk and dv), every byte of which must be written, and what the emulator reports.
 
     The workspace has `more` elements than it needs, all of them `content`.
     """
@@ -146,9 +159,14 @@ def run(
     if heads_first:
         inputs, gradients = ([x.transpose(1, 2) for x in xs] for xs in (inputs, gradients))
     batch, len_q, heads_q, _ = c.q.shape
-    floats = backward_workspace(arch, facts, batch, heads_q, len_q)
-    emulator.run(
-        build(facts, arch)[0],
+    shape = batch, heads_q, len_q
+    floats = (
+        tiles.workspace_floats(*shape, facts.deterministic)
+        if tiles
+        else backward_workspace(arch, facts, *shape)
+    )
+    report = emulator.run(
+        build(facts, arch, tiles)[0],
         *inputs,
         e.lse,
         *((c.dlse,) if facts.dlse else ()),
@@ -160,7 +178,7 @@ def run(
         outputs=gradients if outputs else (),
         options=emulator.Options(**options),
     )
-    return tuple(x.transpose(1, 2) if heads_first else x for x in gradients)
+    return tuple(x.transpose(1, 2) if heads_first else x for x in gradients), report
 
 
 def check(facts: BackwardFacts, c: Case, **options: Any) -> tuple[torch.Tensor, ...]:
