@@ -459,8 +459,7 @@ class BwdSm100(BwdMain):
                 if number + ahead < total:
                     self.issue_s(rings, operands, number + ahead)
                 if const_expr(self.tiles.borrow_as_dq is None):
-                    if number > 0:
-                        rings.reduce_dq.wait(number - 1)
+                    rings.reduce_dq.wait(number - 1)  # before the first: passes
                 self.issue_dq(rings, operands, number)
                 if const_expr(self.tiles.borrow_as_dq == "dp"):
                     rings.reduce_dq.wait(number)
@@ -714,8 +713,7 @@ class BwdSm100(BwdMain):
             words = cute.recast_tensor(rdS, Float32)
             tmem.store_row(base, self.borrow_s_as("ds", number, part.half), words, part.thread)
             tmem.await_stores()
-        if number > 0:
-            rings.mma_dq.wait(number - 1)  # which read dS of the tile before
+        rings.mma_dq.wait(number - 1)  # which read dS of the tile before; passes at the first
         self.hand_out(rdS, smem, part)
         tmem.before_handing_over()
         rings.compute_ds.commit(number)
@@ -811,7 +809,7 @@ class BwdSm100(BwdMain):
         factor: Float32,
         seen: Boolean,
     ):
-        """A gradient of this CTA's keys, tensor -> shared -> global memory; 0 if nobody saw them."""
+        """A gradient of this CTA's keys, tensor -> shared -> global memory; 0 if not seen."""
         _, columns = self.tiles.tmem.columns[name]
         first = part.thread // self.tiles.keys * columns
         width = max(w for w in (SLICE, DQ_COLUMNS) if columns % w == 0)
