@@ -198,9 +198,11 @@ def _gradients(console: Console, title: str, device: str, arch: str | None = Non
     for case in GRADIENT_CASES:
         inputs = case.inputs(device)
         dout = torch.ones_like(inputs[0]) + inputs[0]
-        start = time.perf_counter()
+        which: dict[str, Any] = {"head_dims": [case.head_dim], "gqa_groups": [case.group]}
         try:
             with console.status(str(case)), emulate(arch) if arch else nullcontext():
+                warmup(dtypes=[case.dtype], causal=[case.causal], backward=True, **which)
+                start = time.perf_counter()
                 errors = gradient_errors(case, inputs, dout)
         except emulator.KernelFault as fault:
             console.print(f"{case}:\n{fault}", markup=False)
