@@ -24,8 +24,10 @@ class Options:
         max_findings: stop the launch after so many.
         exact: sum 16-bit products on the tensor cores, and interpolate 2**x, as the hardware does,
             cutting off where it does; slower.
-        strict: report also what PTX forbids and processors are known to bear: registers of a
-            tcgen05.ld that are used before tcgen05.wait::ld.
+        strict: report also what PTX forbids and processors are known to bear, since kernels that
+            run on them do it: registers of a tcgen05.ld that are used before tcgen05.wait::ld; a
+            bulk copy out of shared memory that is in no group when its CTA ends, after a wait for
+            all groups; a tcgen05.commit that arrives in a CTA which has ended since.
     """
 
     check: bool = True

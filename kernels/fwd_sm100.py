@@ -8,7 +8,7 @@ Memory:  K and V share one ring. In TMEM S and O have columns for each tile; P t
          of its S (`borrow_s_as_p`). O leaves through smem of its own, or through Q's.
 Overlap: while the tensor cores do one tile's products, the other's softmax runs (FlashAttention-4,
          section 3.1). A share of the exponentials is computed on the FMA units (section 3.2). O is
-         multiplied in TMEM only where a maximum grew by more than `rescale_log2`, by a warpgroup
+         multiplied in TMEM only where a maximum may not lag behind (`RowSoftmax`), by a warpgroup
          that does nothing else (section 3.3). P is handed over when three quarters of it are there.
 GQA:     heads that share keys (`group` of them) are rows of one tile, at the same positions.
 Pair:    without a mask two CTAs may share the tiles of K and V: each loads half, and the products
@@ -515,10 +515,10 @@ class FwdSm100(Forward):
             for step in cutlass.range(masked, unroll=1):
                 here = limit - (end - 1 - step) * self.tiles.tile_kv
                 number = done + step
-                self.step(rings, smem, base, softmax, t, step, number, work, here, thread, True)
+                self.step(rings, smem, base, softmax, t, number, work, here, thread, True)
             for step in cutlass.range(masked, end, unroll=1):
                 number = done + step
-                self.step(rings, smem, base, softmax, t, step, number, work, limit, thread, False)
+                self.step(rings, smem, base, softmax, t, number, work, limit, thread, False)
             inverse, lse = softmax.finish()
             done += end
             self.tell(rings, smem, t, done + work, inverse, thread)
@@ -535,7 +535,6 @@ class FwdSm100(Forward):
         base: cute.Pointer,
         softmax: RowSoftmax,
         t: Int32,
-        visit: Int32,  # of this work
         step: Int32,  # of all works
         work: Int32,
         limit: Int32,
@@ -553,8 +552,7 @@ class FwdSm100(Forward):
             for first in cutlass.range_constexpr(0, tile_kv, P_COLUMNS):
                 for c in cutlass.range_constexpr(first, first + P_COLUMNS):
                     scores[c] = scores[c] if c < limit else softmax.hidden
-        lag = Float32(0.0) if visit < self.tiles.exact_visits else Float32(self.tiles.rescale_log2)
-        alpha = softmax.take_in(scores, lag)
+        alpha = softmax.take_in(scores, self.tiles.rescale_log2, self.tiles.flat)
         self.tell(rings, smem, t, step + work, alpha, thread)
         column = self.borrow_s_as_p(t, step)
         for first in cutlass.range_constexpr(0, tile_kv, P_COLUMNS):

@@ -43,7 +43,7 @@ def forward(head_dim: int, causal: bool) -> Case:
         compiled(q, k, v, out, lse, head_dim**-0.5, counter)
         return out, lse
 
-    return Case(run, grid=(1, 1, 1))
+    return Case(run, grid=(1, 1, 1), strict=True)
 
 
 def forward_sm100(head_dim: int) -> Case:
@@ -83,7 +83,7 @@ def backward(head_dim: int) -> Case:
         compiled(dout, q, k, v, out, lse, *gradients, workspace, head_dim**-0.5, False, 132)
         return gradients
 
-    return Case(run)
+    return Case(run, strict=True)
 
 
 def backward_sm100(
@@ -124,9 +124,7 @@ def fa4_backward(head_dim: int, causal: bool, arch: str = "sm_90a") -> Case:
     with emulator.session():
         out, lse = fa4.fa4_forward(q, k, v, causal, arch)
     dout = torch.randn_like(out)
-    # See test_fa4.
-    known = () if arch == "sm_90a" else ("unfinished copy",)
-    return Case(lambda: fa4.fa4_backward(dout, q, k, v, out, lse, causal, arch), known=known)
+    return Case(lambda: fa4.fa4_backward(dout, q, k, v, out, lse, causal, arch))
 
 
 CASES: dict[str, Callable[[], Case]] = {

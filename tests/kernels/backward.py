@@ -176,7 +176,7 @@ def reported(
         heads_first,
         sms,
         outputs=gradients if outputs else (),
-        options=emulator.Options(**options),
+        options=emulator.Options(strict=True, **options),
     )
     return tuple(x.transpose(1, 2) if heads_first else x for x in gradients), report
 
