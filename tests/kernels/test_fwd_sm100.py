@@ -16,7 +16,7 @@ from hopwell.emulator.report import Counters
 from hopwell.emulator.session import Session
 from hopwell.interface.cubin import usage
 from hopwell.kernels import BlackwellFacts, ForwardFacts, packed_heads
-from hopwell.kernels.fwd_sm100 import EXP2_DEGREE
+from hopwell.kernels.exp2 import DEGREE
 from hopwell.kernels.tiles import FORWARD_BLACKWELL, BlackwellTiles, blackwell_tiles
 from hopwell.layouts.hardware import REGISTER_FILE, registers_at_entry
 
@@ -230,7 +230,7 @@ def test_machine_code(facts: BlackwellFacts, arch: str) -> None:
     share = tiles.fma_pairs / 8
     assert tiles.fma_pairs == (2 if arch == "sm_100a" else 0)
     assert sass.count(found, "MUFU.EX2") == loops * (128 * (1 - share) + 1)  # and alpha
-    assert sass.count(found, "FFMA2") == loops * 64 * (1 + EXP2_DEGREE * share)
+    assert sass.count(found, "FFMA2") == loops * 64 * (1 + DEGREE * share)
     assert sass.count(found, "MUFU.LG2") == 1
     assert not sass.count(found, "LDL", "STL", "HMMA", "HGMMA")
 
