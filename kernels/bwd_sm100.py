@@ -713,7 +713,10 @@ class BwdSm100(BwdMain):
             words = cute.recast_tensor(rdS, Float32)
             tmem.store_row(base, self.borrow_s_as("ds", number, part.half), words, part.thread)
             tmem.await_stores()
-        rings.mma_dq.wait(number - 1)  # which read dS of the tile before; passes at the first
+        if const_expr(self.tiles.borrow_as_dq == "s"):
+            # It read dS of the tile before. Else dP, awaited above, was issued behind it. At the
+            # first tile this passes.
+            rings.mma_dq.wait(number - 1)
         self.hand_out(rdS, smem, part)
         tmem.before_handing_over()
         rings.compute_ds.commit(number)
