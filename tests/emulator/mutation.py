@@ -36,7 +36,7 @@ DROPPED = (
 # Edits that let the kernel compute something else: wrong outputs show them too.
 OTHER_COLUMNS = 32  # further on in tensor memory
 OTHER_ROWS = 64  # of 16 bytes further on in shared memory, eight rows of 128 bytes: a descriptor's
-NUMBERS = ("adds or not: flipped", "A on", "B on", "D on", "columns on")
+NUMBERS = ("adds or not: flipped", "A on", "B on", "D on", "columns on", "the other CTA")
 
 Outputs = tuple[torch.Tensor, ...]
 

@@ -15,7 +15,7 @@ from hopwell.kernels.tiles_bwd_sm100 import (
 from hopwell.layouts.hardware import REGISTER_FILE, WARPGROUP_THREADS
 
 from . import sass
-from .backward import build, case, check, exact, reported, run
+from .backward import SEEDS, build, case, check, exact, reported, run
 
 ARCH = "sm_100a"
 SHAPES = [
@@ -47,7 +47,6 @@ ROWS = [
 ]
 D64, D128 = ROWS[0], ROWS[6]
 FOLDED = ROWS[8]
-SEEDS = range(20)
 
 
 def test_every_row_of_the_table_is_here() -> None:
