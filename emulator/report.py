@@ -18,7 +18,8 @@ class Options:
         check: look for races, uninitialised reads, misuse of barriers and the like.
         counters: count bytes, bank conflicts, instructions and tensor-core work.
         order: when asynchronous work completes and who runs next: "eager" at once and in order,
-            "deferred" as late as allowed, "random" in a seeded order of warps, CTAs, completions.
+            "deferred" as late as allowed, "random" in a seeded order of warps, CTAs, completions,
+            where some warps are so slow that they move only while nothing else can.
         seed: for order "random".
         raise_on_fault: raise `KernelFault` after a launch with findings; else only report.
         max_findings: stop the launch after so many.
