@@ -86,14 +86,12 @@ def backward(head_dim: int) -> Case:
     return Case(run, strict=True)
 
 
-def backward_sm100(
-    head_dim: int, head_dim_v: int, len_q: int, len_kv: int, deterministic: bool = False
-) -> Case:
+def backward_sm100(head_dim: int, head_dim_v: int, len_q: int, len_kv: int) -> Case:
     """Our own backward kernels for Blackwell: two K/V tiles, of CTAs or of pairs, the last one
     ragged; more loads of Q and dO than the ring has stages, and dQ of several tiles."""
     q, k, _ = _inputs(len_q, len_kv, head_dim)
     dout, _, v = _inputs(len_q, len_kv, head_dim_v)
-    facts = BackwardFacts("bfloat16", head_dim, head_dim_v, False, deterministic)
+    facts = BackwardFacts("bfloat16", head_dim, head_dim_v, causal=False)
     function, fakes, options = backward_function("sm_100a", facts)
     compiled = loader.compile(function, *fakes, arch="sm_100a", options=options)
     out, lse = torch.randn_like(dout), torch.full((1, 1, len_q), 6.0)
@@ -133,7 +131,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "backward-64": lambda: backward(64),
     "forward-sm100-64": lambda: forward_sm100(64),
     "forward-sm100-128": lambda: forward_sm100(128),
-    "backward-sm100-64": lambda: backward_sm100(64, 64, 600, 150, deterministic=True),
+    "backward-sm100-64": lambda: backward_sm100(64, 64, 600, 150),
     "backward-sm100-128": lambda: backward_sm100(128, 128, 400, 300),
     "backward-sm100-192": lambda: backward_sm100(192, 128, 400, 150),
     "fa4-forward": lambda: fa4_forward(128, causal=True),
