@@ -98,6 +98,7 @@ class ClusterBarrier:
     generation: int = 0
     clock: Clock | None = None
     done: Clock | None = None
+    before: dict[int, int] = field(default_factory=dict)  # what came before: agents and epochs
 
 
 class Cta:
@@ -120,7 +121,8 @@ class Cta:
         ]
         self.tensor_memory = TensorMemory()
         self.index = (0, 0, 0)
-        self.settled = True  # kernels before this one have ended, for this CTA
+        # What agents did here last from other CTAs: (epoch, what they used, kind, site).
+        self.reached: dict[int, tuple[int, str, str, int]] = {}
         self.pool = 0  # registers of the SM's file that setmaxnreg can hand out
         self.live = threads
         # Agent and epoch of the answer that there is no cluster left to cancel.
@@ -135,7 +137,7 @@ class Cta:
         threads = int(np.prod(self.cluster.machine.launch.block))
         self.live = threads
         self.refused = (-1, 0)
-        self.settled = not self.cluster.machine.launch.programmatic
+        self.reached.clear()
         entry = min(255, REGISTER_FILE // threads // 8 * 8)
         self.pool = REGISTER_FILE - entry * threads
         for unit in self.units:
@@ -164,6 +166,8 @@ class Cluster:
         self.tmem_granted: dict[int, int] = {}
         self.ctas = [Cta(self, rank) for rank in range(size)]
         self.running = False
+        # Who has waited for the kernels before to end has seen this agent, at this epoch.
+        self.kernels_before = self.clocks.agent("kernels before", "the kernels before"), 0
 
     def start(self, first: tuple[int, int, int]) -> None:
         """Starts the cluster whose first CTA has the given index."""
@@ -173,6 +177,9 @@ class Cluster:
         self.tmem_asking.clear()
         self.tmem_granted.clear()
         self.clocks.start(0, self.warps)
+        if self.machine.launch.programmatic:
+            agent, _ = self.kernels_before
+            self.kernels_before = agent, self.clocks.issue(agent)
         for rank, cta in enumerate(self.ctas):
             at = (rank % cx, rank // cx % cy, rank // (cx * cy))
             cta.start((first[0] + at[0], first[1] + at[1], first[2] + at[2]))
@@ -623,6 +630,8 @@ class Unit(Instructions):
         self.some_exited = True
         self.cta.cluster.version += 1
         self.lanes_left(lanes)
+        if not self.cta.live:
+            self.outlived()
 
     def branch(self, predicate, m, taken: int, fall: int):
         """Where a conditional branch leads: one counter, or a split."""

@@ -20,7 +20,7 @@ FORWARD, BACKWARD = 0.02, 0.04
 # hardware, but nothing that PTX promises.
 BLACKWELL = (
     "unfinished copy",
-    "barrier misuse: an mbarrier of CTA 1 of the cluster is used, which has ended",
+    "barrier misuse: an mbarrier of CTA 1 of the cluster is used, which ",
 )
 KNOWN = {"sm_90a": (), "sm_100a": BLACKWELL, "sm_103a": BLACKWELL}
 
