@@ -51,6 +51,8 @@ class Accesses(Lanes):
             )
         offsets -= rank << 24
         cta = self.cta.cluster.ctas[rank]
+        if cta is not self.cta:
+            self._reach(cta, m, "shared memory", "race", sites[0])
         inside = (
             int(offsets.min()) >= SHARED_BASE and int(offsets.max()) + nbytes <= cta.shared.size
         )
@@ -85,6 +87,9 @@ class Accesses(Lanes):
         sites: tuple[int, ...],
     ) -> None:
         present = self._warps(m)
+        if write and cta is not self.cta:
+            for w in present:
+                self.clocks.wrote_elsewhere(self.warp0 + w)
         span = slice(self.warp0 + present[0], self.warp0 + present[-1] + 1)
         warps = self.lane_warp[self._lanes(m)]
         cells = cta.shadow.cells(offsets, nbytes)  # [accesses, lanes, n]
@@ -281,16 +286,63 @@ class Accesses(Lanes):
             left &= ~part
 
     def _settled(self, region: Region, site: int) -> None:
-        if region.unsettled and not self.cta.settled:
+        if region.unsettled and not self._has_settled():
+            self._not_settled(region, site)
+
+    def _not_settled(self, region: Region, site: int) -> None:
+        self.report(
+            "race",
+            f"{region.names} may still be written by the kernel before, which this one "
+            "has not waited for (griddepcontrol.wait)",
+            site,
+        )
+
+    def _has_settled(self) -> bool:
+        """Whether the kernels before have ended: who waited for that comes before."""
+        agent, epoch = self.cta.cluster.kernels_before
+        return not self.check or all(
+            self.clocks.rows[self.warp0 + w, 0, agent] >= epoch for w in self.group.warps
+        )
+
+    def grid_wait(self, m: Mask) -> None:
+        for w in self._warps(m):
+            self.clocks.observe(self.warp0 + w, *self.cta.cluster.kernels_before)
+
+    # Other CTAs of the cluster -------------------------------------------------------------------
+
+    def _reach(self, cta: Cta, m: Mask, what: str, kind: str, site: int) -> None:
+        """Uses something of another CTA, which must not end before."""
+        self._alive(cta, what, kind, site)
+        if self.check and cta is not self.cta:
+            for w in self._warps(m):
+                # An agent of its own: a release by some lanes hands on what all have reached.
+                agent = self._reaching(self.warp0 + w)
+                epoch = self.clocks.issue(agent)
+                self.clocks.observe(self.warp0 + w, agent, epoch)
+                cta.reached[agent] = (epoch, what, kind, site)
+
+    def _reaching(self, warp: int) -> int:
+        return self.clocks.agent(("reach", warp), f"what warp {warp} does in other CTAs")
+
+    def _alive(self, cta: Cta, what: str, kind: str, site: int) -> None:
+        if cta is not self.cta and not cta.live:
             self.report(
-                "race",
-                f"{region.names} may still be written by the kernel before, which this one "
-                "has not waited for (griddepcontrol.wait)",
-                site,
+                kind, f"{what} of CTA {cta.rank} of the cluster is used, which has ended", site
             )
 
-    def grid_wait(self) -> None:
-        self.cta.settled = True
+    def outlived(self) -> None:
+        """The CTA has ended: what others did in it must have come before."""
+        cta = self.cta
+        first = cta.rank * cta.cluster.warps_per_cta
+        seen = self.clocks.rows[first : first + cta.cluster.warps_per_cta, 0].max(0)
+        for agent, (epoch, what, kind, site) in cta.reached.items():
+            if seen[agent] < epoch:
+                self.machine.report(
+                    kind,
+                    f"{what} of CTA {cta.rank} of the cluster is used, which may have ended: "
+                    f"nothing there waits for that (CTA {cta.index})",
+                    site,
+                )
 
     def ld_global(
         self, addresses: Any, size: int, count: int, m: Mask, sites: tuple[int, ...]

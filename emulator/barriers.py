@@ -22,15 +22,16 @@ class Barriers(Accesses):
     # Fences and barriers -------------------------------------------------------------------------
 
     def fence(self, kind: str, m: Mask, site: int) -> None:
-        if kind in ("proxy_async", "mbarrier_init"):
-            if kind == "proxy_async":
+        own = kind == "proxy_async_own"  # for the CTA's own shared memory alone
+        if own or kind in ("proxy_async", "mbarrier_init"):
+            if kind != "mbarrier_init":
                 for w in self._warps(m):
                     bits = self._lane_bits(m, w) | self._gone(w)
-                    self.clocks.fence(self.warp0 + w, bits)
+                    self.clocks.fence(self.warp0 + w, bits, own)
             for barrier in self.mbar_inits:
                 barrier.fenced = True
             self.mbar_inits.clear()
-        if kind in ("proxy_async", "mbarrier_init", "proxy_release"):
+        if own or kind in ("proxy_async", "mbarrier_init", "proxy_release"):
             self.fenced_clock = self._release(m, None)
 
     fenced_clock: Clock | None = None
@@ -173,6 +174,9 @@ class Barriers(Accesses):
             self.cluster_ticket[w] = barrier.generation
         barrier.arrived += lanes
         if self.check:
+            for w in self._warps(m):
+                agent = self._reaching(self.warp0 + w)
+                barrier.before[agent] = int(self.clocks.issued[agent])
             if not relaxed:
                 barrier.clock = self._release(m, barrier.clock)
             elif self.fenced_clock is not None:
@@ -182,6 +186,10 @@ class Barriers(Accesses):
             barrier.done, barrier.clock = barrier.clock, None
             barrier.generation += 1
             self.cta.cluster.version += 1
+            for cta in self.cta.cluster.ctas:  # did not end before what came before
+                for agent, epoch in barrier.before.items():
+                    if agent in cta.reached and cta.reached[agent][0] <= epoch:
+                        del cta.reached[agent]
 
     def cluster_wait(self, m: Mask, site: int) -> bool:
         barrier = self.cta.cluster.barrier
@@ -224,17 +232,8 @@ class Barriers(Accesses):
                 "barrier misuse", f"no mbarrier was initialised at {address:#x}", site, fatal=True
             )
             raise AssertionError
-        self._alive(cta, site)
+        self._alive(cta, "an mbarrier", "barrier misuse", site)
         return cta, barrier
-
-    def _alive(self, cta: Cta, site: int) -> None:
-        """Nothing may arrive in another CTA that has ended."""
-        if cta is not self.cta and not cta.live:
-            self.report(
-                "barrier misuse",
-                f"an mbarrier of CTA {cta.rank} of the cluster is used, which has ended",
-                site,
-            )
 
     def _sees_init(self, barrier: Mbarrier, m: Mask, site: int, asynchronous: bool = False) -> None:
         warp, epoch = barrier.init
@@ -326,8 +325,10 @@ class Barriers(Accesses):
         site: int,
         no_complete: bool = False,
     ) -> None:
-        _, barrier = self._mbarrier(address, site, cluster)
+        cta, barrier = self._mbarrier(address, site, cluster)
         lanes = self._active(m)
+        if not relaxed and cta is not self.cta:
+            self._reach(cta, m, "an mbarrier", "barrier misuse", site)
         if self.check:
             self._sees_init(barrier, m, site)
         total = self._sum(count, lanes) if kind else 0

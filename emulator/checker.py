@@ -55,6 +55,8 @@ class Clocks:
         self.read = [0] * warps
         self.touched_at = [0] * warps
         self.covered = [0] * warps
+        # Of each warp, the epoch of its first write to another CTA with no fence for that since.
+        self.elsewhere: dict[int, int] = {}
 
     def start(self, first: int, count: int) -> None:
         """A new CTA occupies warps first..first+count: it has seen all that came before."""
@@ -66,6 +68,7 @@ class Clocks:
             self.rows[warp, 0, warp] += 1
             self.wrote[warp] = self.read[warp] = 0
             self.covered[warp] = int(self.rows[warp, 0, warp]) - 1
+            self.elsewhere.pop(warp, None)
 
     def agent(self, key: Hashable, name: str) -> int:
         """The number of an asynchronous agent, made when first asked for."""
@@ -145,13 +148,33 @@ class Clocks:
         self.wrote[warp] = self.read[warp] = 0
         self._tick(warp)
 
-    def fence(self, warp: int, lanes: int) -> None:
-        """fence.proxy.async: what the warp has seen becomes visible to the asynchronous proxy."""
+    def wrote_elsewhere(self, warp: int) -> None:
+        """The warp is about to write to the shared memory of another CTA."""
+        if warp not in self.elsewhere:
+            self._tick(warp)  # a fence for its own CTA's covers what it wrote there before
+            self.elsewhere[warp] = int(self.rows[warp, 0, warp])
+
+    def fence(self, warp: int, lanes: int, own: bool = False) -> None:
+        """fence.proxy.async: what the warp has seen becomes visible to the asynchronous proxy; of
+        a fence for the `own` CTA's memory, not what it wrote to another's."""
         row = self.rows[warp]
         seen = row[0].copy()
         seen[warp] = self._visible(warp, lanes)
+        if warp in self.elsewhere:
+            if own:
+                seen[warp] = min(int(seen[warp]), self.elsewhere[warp] - 1)
+            elif seen[warp] >= self.elsewhere[warp]:
+                del self.elsewhere[warp]
         np.maximum(row[1], seen, out=row[1])
         self._tick(warp)
+
+    def seen(self, warp: int, lanes: int) -> NDArray[np.int32]:
+        """Per agent, the epoch up to which its writes come before what `lanes` do now."""
+        row = self.rows[warp, 0]
+        if self.wrote[warp] & ~lanes:
+            row = row.copy()
+            row[warp] = min(int(row[warp]), self.covered[warp])
+        return row
 
     def eyes(self, warp: int, lanes: int) -> NDArray[np.int32]:
         """Per agent, the epoch up to which its writes are visible to what `lanes` start now."""
@@ -250,6 +273,12 @@ class Shadow:
         found = self._generic_conflict(clocks, present, warps[:, None], cells, write)
         if not isinstance(found, str):
             self._record(clocks, present, warps[:, None], cells, write, site)
+        if found is None and write and present.stop - present.start > 1:
+            writer = self.writer.take(cells)
+            wrong = writer != warps[:, None]
+            if wrong.any():  # several warps write the same cells by one instruction
+                sites = self.write_site.take(cells)
+                return self._conflict("write", writer, sites, self._rows(cells), wrong)
         return found
 
     def together(

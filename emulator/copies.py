@@ -45,12 +45,12 @@ class Copies(Barriers):
         def tell(kind: str, message: str) -> None:
             self.report(kind, message, site, fatal=kind == "out of bounds")
 
-        memory = self.machine.memory
+        memory, settled = self.machine.memory, self._has_settled()
 
         def view(strided: tma.Strided) -> np.ndarray:
             region = memory.find(strided.base, strided.end)
-            if region is not None:
-                self._settled(region, site)
+            if region is not None and region.unsettled and not settled:
+                self._not_settled(region, site)
             return memory.view(strided, tell, write)
 
         return view
@@ -297,7 +297,7 @@ class Copies(Barriers):
         bits: int,
         site: int,
     ) -> None:
-        eyes, seen = self.clocks.eyes(warp, bits), self.clocks.rows[warp, 0]
+        eyes, seen = self.clocks.eyes(warp, bits), self.clocks.seen(warp, bits)
         found = self.cta.shadow.async_read(eyes, seen, rows, key, agents, epoch, site)
         if found is not None:
             self._race(found, False, self.cta, site)
@@ -307,7 +307,8 @@ class Copies(Barriers):
         key = (warp, lane % 32)
         if key not in self.bulk:
             agent = self.clocks.agent(
-                ("bulk", *key), f"the bulk copies of warp {warp} lane {lane % 32}"
+                ("bulk", *key),
+                f"the bulk copies of warp {(self.first + lane) // 32} lane {lane % 32}",
             )
             thread = BulkThread(agent)
             thread.committed = thread.waited = int(self.clocks.issued[agent])

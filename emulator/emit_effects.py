@@ -56,7 +56,7 @@ def _trap(e: Emitter) -> None:
 def _griddepcontrol(e: Emitter) -> None:
     """Kernels run one after another: a wait is met at once, but the checker wants to see it."""
     if e.need("launch_dependents", "wait") == "wait":
-        e.effect("grid_wait()")
+        e.effect("grid_wait({m})")
 
 
 @op("nanosleep")
@@ -223,9 +223,11 @@ def _fence_proxy(e: Emitter, tensor_map: tuple[Operand, ...]) -> None:
     if proxy == "tensormap::generic":  # a kernel cannot change a tensor map here
         e.need("acquire", "release")
         e.need(*_SCOPES)
-    space = e.one_of("global", "shared::cta", "shared::cluster") if proxy == "async" else ""
-    shared = proxy == "async" and space != "global"
-    e.effect(f"fence('{'proxy_async' if shared else proxy}', {{m}}, {e.site})")
+    kind = proxy
+    if proxy == "async":
+        space = e.one_of("global", "shared::cta", "shared::cluster")
+        kind = {"global": "async", "shared::cta": "proxy_async_own"}.get(space, "proxy_async")
+    e.effect(f"fence('{kind}', {{m}}, {e.site})")
 
 
 @op("membar")

@@ -100,6 +100,7 @@ class ClusterBarrier:
     generation: int = 0
     clock: Clock | None = None
     done: Clock | None = None
+    before: dict[int, int] = field(default_factory=dict)  # what came before: agents and epochs
 
 
 class Cta:
@@ -122,7 +123,8 @@ class Cta:
         ]
         self.tensor_memory = TensorMemory()
         self.index = (0, 0, 0)
-        self.settled = True  # kernels before this one have ended, for this CTA
+        # What agents did here last from other CTAs: (epoch, what they used, kind, site).
+        self.reached: dict[int, tuple[int, str, str, int]] = {}
         self.pool = 0  # registers of the SM's file that setmaxnreg can hand out
         self.live = threads
         # Agent and epoch of the answer that there is no cluster left to cancel.
@@ -137,7 +139,7 @@ class Cta:
         threads = int(np.prod(self.cluster.machine.launch.block))
         self.live = threads
         self.refused = (-1, 0)
-        self.settled = not self.cluster.machine.launch.programmatic
+        self.reached.clear()
         entry = min(255, REGISTER_FILE // threads // 8 * 8)
         self.pool = REGISTER_FILE - entry * threads
         for unit in self.units:
@@ -170,6 +172,8 @@ class Cluster:
         # that ends too soon, and comes in time by luck, comes too late then.
         self.slow: set[int] = set()
         self.woken = -1  # the one of them that may move now
+        # Who has waited for the kernels before to end has seen this agent, at this epoch.
+        self.kernels_before = self.clocks.agent("kernels before", "the kernels before"), 0
 
     def start(self, first: tuple[int, int, int]) -> None:
         """Starts the cluster whose first CTA has the given index."""
@@ -179,6 +183,9 @@ class Cluster:
         self.tmem_asking.clear()
         self.tmem_granted.clear()
         self.clocks.start(0, self.warps)
+        if self.machine.launch.programmatic:
+            agent, _ = self.kernels_before
+            self.kernels_before = agent, self.clocks.issue(agent)
         for rank, cta in enumerate(self.ctas):
             at = (rank % cx, rank // cx % cy, rank // (cx * cy))
             cta.start((first[0] + at[0], first[1] + at[1], first[2] + at[2]))
@@ -652,6 +659,8 @@ class Unit(Instructions):
         self.some_exited = True
         self.cta.cluster.version += 1
         self.lanes_left(lanes)
+        if not self.cta.live:
+            self.outlived()
 
     def branch(self, predicate, m, taken: int, fall: int):
         """Where a conditional branch leads: one counter, or a split."""

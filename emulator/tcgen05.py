@@ -579,7 +579,7 @@ class Tcgen05(Copies):
         warp, bits = self._one(lane)
         return cta.shadow.async_read(
             self.clocks.eyes(warp, bits),
-            self.clocks.rows[warp, 0],
+            self.clocks.seen(warp, bits),
             granules,
             ("tcgen05", pipe.agent),
             (pipe.agent,),
@@ -686,12 +686,15 @@ class Tcgen05(Copies):
             if self.check:
                 for one in barriers:
                     self._sees_init(one, only, site)
+                for cta, _ in found:
+                    if self.machine.options.strict and cta is not self.cta:
+                        cta.reached[pipe.agent] = (epoch, "an mbarrier", "barrier misuse", site)
                 clock = self._release(only, None)
 
             def work(found=found, epoch=epoch, clock=clock, pipe=pipe, site=site) -> None:
                 for cta, one in found:
                     if self.machine.options.strict:
-                        self._alive(cta, site)
+                        self._alive(cta, "an mbarrier", "barrier misuse", site)
                     if one.pending <= 0:
                         self.machine.report(
                             "barrier misuse", "tcgen05.commit arrives once too often", site

@@ -14,7 +14,7 @@ from hopwell.kernels import BackwardFacts
 from hopwell.kernels.tiles import BackwardTiles
 
 from ..kernels.backward import case, exact
-from .faults import AT_BYTE, OTHER, SourceFault, edited
+from .faults import AT_BYTE, NO_FENCE, NO_ORDER, OTHER, UNSETTLED, SourceFault, edited
 
 FILES = [  # in the order of their imports
     "pipelines/backward_sm90.py",
@@ -48,27 +48,23 @@ DS_THERE = '        cute.arch.barrier_arrive(**self.graph.numbered("ds_there", t
 DQ_WAIT = "            warpgroup.wait_group(0)\n"
 ADD = "            add_quads(acc_dQ, place[None, None, block])\n"
 LAST_BLOCK = "            if const_expr(block == blocks - 1):\n"
-UNSETTLED = (
-    "argument 9 may still be written by the kernel before, which this one has not waited for"
-)
 REDUCER, CONSUMERS = r"warp (0, 1, 2, 3|[0-3])", r"warp (4, 5, 6, 7|8, 9, 10, 11|[4-9]|1[01])"
 PRODUCT, STMATRIX = "cute.gemm(", "cute.copy(copy, own.retile(fragment)"
 LOAD = "cute.copy(atom, source, slot,"
-NO_ORDER, NO_FENCE = "with no synchronisation", r"without fence\.proxy\.async"
 
 
 def overwritten(reader: str, by: str) -> str:
     """The message of a write to where products may still read."""
     return (
         rf"write {AT_BYTE} read of wgmma of {reader} at {OTHER}: wgmma\.mma_async\S+ .* "
-        rf"{NO_ORDER} between them .*{by}"
+        rf"{NO_ORDER} .*{by}"
     )
 
 
 def read_early(by: str, lack: str = NO_ORDER) -> str:
     """The message of a product that reads what the consumers may still write."""
     written = rf"read {AT_BYTE} write of {CONSUMERS} at {OTHER}: stmatrix"
-    return rf"{written}\S+ .* {lack} between them .*{by}"
+    return rf"{written}\S+ .* {lack}.*{by}"
 
 
 @dataclass(frozen=True)

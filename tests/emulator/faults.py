@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -54,6 +54,56 @@ LEN_Q, LEN_KV = 200, 150
 THREE_TILES, FOUR_TILES = 330, 456  # of Q: more than it has stages
 ONE_TILE = 30  # of keys
 FEW_KEYS = 60  # one K/V tile for each stage: no wait for a free one orders anything else
+OTHER = r"(?P<file>\w+\.py):(?P<line>\d+)"
+AT_BYTE = r"of shared memory at byte \d+ and the"
+PLACES = dict(
+    shared=r"of shared memory at byte \d+",
+    tensor=r"of tensor memory at column \d+, lanes \d+\.\.\d+",
+)
+NO_ORDER, NO_FENCE = "with no synchronisation between them", r"without fence\.proxy\.async"
+UNSETTLED = (
+    "argument 9 may still be written by the kernel before, which this one has not waited for"
+)
+
+
+@dataclass(frozen=True)
+class Access:
+    """One side of a race."""
+
+    act: Literal["read", "write"]
+    by: str  # regular expression: what the other side's finding calls it
+    line: str  # what stands in its source line
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses with nothing between them. Which one the checker takes up last, and so reports,
+    is a matter of the schedule, and no matter: a finding of either names both."""
+
+    memory: Literal["shared", "tensor"]
+    one: Access
+    other: Access
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """What a finding says, from either side."""
+        place = PLACES[self.memory]
+        return tuple(
+            Report(
+                rf"{a.act} {place} and the {b.act} of {b.by} at {OTHER}: .* {NO_ORDER}",
+                a.line,
+                b.line,
+            )
+            for a, b in ((self.one, self.other), (self.other, self.one))
+        )
+
+
+class Report(NamedTuple):
+    """What a finding says, and where."""
+
+    message: str  # regular expression
+    line: str  # what stands in the source line that the finding names; "": it names none
+    other: str = ""  # what stands in the line that `message` names by its `OTHER`
 
 
 @dataclass(frozen=True)
@@ -62,12 +112,20 @@ class SourceFault:
 
     name: str
     edits: dict[str, str]  # a piece of text that stands there once: what takes its place
-    kind: str
-    message: str  # regular expression
-    line: str  # what stands in the source line that the finding names; "": it names none
-    other: str = ""  # what stands in the line that `message` names by its `OTHER`
+    kind: str = "race"
+    message: str = ""  # this and what follows as of a `Report`
+    line: str = ""
+    other: str = ""
+    races: tuple[Race, ...] = ()  # in their place: it is one of these
     file: str = KERNEL
     order: Literal["eager", "random"] = "eager"
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """Any of which the finding may be."""
+        if self.races:
+            return tuple(report for race in self.races for report in race.reports)
+        return (Report(self.message, self.line, self.other),)
 
 
 @dataclass(frozen=True)
@@ -82,8 +140,6 @@ class Fault(SourceFault):
     before: tuple[int, int] | None = None  # heads and CTAs of a launch with the same counter
 
 
-OTHER = r"(?P<file>\w+\.py):(?P<line>\d+)"
-AT_BYTE = r"of shared memory at byte \d+ and the"
 CONSUMERS = r"warp ([4-7]|4, 5, 6, 7)"
 QUEUE = "pipelines/tile_queue.py"
 SECOND_TILE_UNWRITTEN = (

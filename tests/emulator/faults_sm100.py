@@ -19,7 +19,7 @@ from hopwell.kernels import BlackwellFacts
 from hopwell.kernels.tiles import BlackwellTiles
 from tests import reference
 
-from .faults import AT_BYTE, OTHER, SourceFault, edited
+from .faults import AT_BYTE, OTHER, PLACES, Access, Race, SourceFault, edited
 
 KERNEL = "kernels/fwd_sm100.py"
 FACTS = BlackwellFacts("bfloat16", 32, 32, causal=False)
@@ -59,23 +59,38 @@ class BlackwellFault(SourceFault):
 
 
 SOFTMAX, CORRECTION = r"warp [0-7]", r"warp ([89]|1[01])"
-BY_PRODUCT, BY_STORE = r"write of the tcgen05\.mma of", r"write of tcgen05\.st of"
+MMA, MMA_OF_ONE_TILE = r"the tcgen05\.mma of warp 12", r"the tcgen05\.mma of warp 8"
+COPIES = r"the copies on mbarrier at byte \d+"
 PRODUCT_S = "self.instruction(leader, d, a.step(k)"
 PRODUCT_O = "self.instruction(leader, d, a + k"
-LOAD_S = "tmem.load_row(base, self.score_column("
-LOAD_O = "tmem.load_row(base, self.out_column("
 WAIT_FOR_K = (
     "                        if const_expr(t == 0):\n                            load_kv.wait(k)\n"
 )
 STORE_OF_P = "            tmem.store_row(base, column + first // WORD_ELEMENTS, words, thread)\n"
-STORE_P = "tmem.store_row(base, column + first"
-STORE_O = "tmem.store_row(base, self.out_column("
+
+S_WRITTEN = Access("write", MMA, PRODUCT_S)
+S_READ = Access("read", rf"tcgen05\.ld of {SOFTMAX}", "tmem.load_row(base, self.score_column(")
+P_WRITTEN = Access("write", rf"tcgen05\.st of {SOFTMAX}", "tmem.store_row(base, column + first")
+P_READ = Access("read", MMA, PRODUCT_O)
+O_WRITTEN = Access("write", MMA, PRODUCT_O)
+O_READ = Access("read", rf"tcgen05\.ld of {CORRECTION}", "tmem.load_row(base, self.out_column(")
+O_RESCALED = Access(
+    "write", rf"tcgen05\.st of {CORRECTION}", "tmem.store_row(base, self.out_column("
+)
+P_TOO_EARLY = (Race("tensor", P_READ, P_WRITTEN),)
+S_UNDER_WAY = Race("tensor", S_READ, S_WRITTEN)
+O_UNDER_WAY = (Race("tensor", O_READ, O_WRITTEN),)
+
+TOLD = Access("write", SOFTMAX, "smem.stats[thread, t] = value")
+Q_LOADED = Access("write", COPIES, "cute.copy(")
+KV_LOADED = Access("write", COPIES, "cute.copy(args.load_")
+OUT_WRITTEN = Access("write", CORRECTION, "cute.autovec_copy(octet, target)")
+OUT_STORED = Access("read", "the bulk copies of warp 14 lane 0", "cute.copy(args.store_o")
 
 
-def overtakes(act: str, accessed: str, by: str) -> str:
-    """What is said where something in tensor memory is used too early."""
-    place = r"of tensor memory at column \d+, lanes \d+\.\.\d+"
-    return rf"{act} {place} and the {accessed} {by} at {OTHER}"
+def asked(line: str) -> Access:
+    """Correction's read of what softmax tells."""
+    return Access("read", CORRECTION, line)
 
 
 FAULTS = [
@@ -91,10 +106,7 @@ FAULTS = [
             f"{WAIT_FOR_K}                        self.issue_s(rings, operands, t, done + step + "
             "ahead, k)\n": "",
         },
-        kind="race",
-        message=overtakes("read", BY_PRODUCT, "warp 12"),
-        line=LOAD_S,
-        other=PRODUCT_S,
+        races=(S_UNDER_WAY,),
         order="random",
     ),
     BlackwellFault(
@@ -104,10 +116,7 @@ FAULTS = [
                 "                tmem.before_handing_over()\n"
             )
         },
-        kind="race",
-        message=overtakes("read", BY_STORE, SOFTMAX),
-        line=PRODUCT_O,
-        other=STORE_P,
+        races=P_TOO_EARLY,
     ),
     BlackwellFault(
         "P is handed over before it is stored",
@@ -117,26 +126,17 @@ FAULTS = [
                 f"                ring.of(t).commit(step)\n{STORE_OF_P}"
             ),
         },
-        kind="race",
-        message=overtakes("read", BY_STORE, SOFTMAX),
-        line=PRODUCT_O,
-        other=STORE_P,
+        races=P_TOO_EARLY,
     ),
     BlackwellFault(
         "the last part of P is not waited for",
         {"        rings.softmax_rest.of(t).wait(step)\n": ""},
-        kind="race",
-        message=overtakes("read", BY_STORE, SOFTMAX),
-        line=PRODUCT_O,
-        other=STORE_P,
+        races=P_TOO_EARLY,
     ),
     BlackwellFault(
         "S is read before its product is done",
         {"        rings.mma_s.of(t).wait(step)\n": ""},
-        kind="race",
-        message=overtakes("read", BY_PRODUCT, "warp 12"),
-        line=LOAD_S,
-        other=PRODUCT_S,
+        races=(S_UNDER_WAY,),
     ),
     BlackwellFault(
         "S is used before it is in registers",
@@ -156,15 +156,12 @@ FAULTS = [
         },
         kind="out of bounds",
         message=r"warp [0-7] names lane \d+ of tensor memory; it reaches lanes \d+\.\.\d+",
-        line=LOAD_S,
+        line=S_READ.line,
     ),
     BlackwellFault(
         "O lies where S does",
         {'self.tiles.tmem.first("o")': 'self.tiles.tmem.first("s")'},
-        kind="race",
-        message=overtakes("write", BY_STORE, SOFTMAX),
-        line=PRODUCT_O,
-        other=STORE_P,
+        races=(Race("tensor", S_READ, O_WRITTEN), Race("tensor", P_WRITTEN, O_WRITTEN)),
     ),
     BlackwellFault(
         "O is rescaled only where a maximum rose by more than sixteen",
@@ -183,43 +180,28 @@ FAULTS = [
     BlackwellFault(
         "O takes in P V while it is rescaled",
         {"        rings.correction_o.of(t).wait(step)\n": ""},
-        kind="race",
-        message=overtakes("write", BY_STORE, CORRECTION),
-        line=PRODUCT_O,
-        other=STORE_O,
+        races=(Race("tensor", O_WRITTEN, O_RESCALED),),
     ),
     BlackwellFault(
         "O is rescaled while a product adds to it",  # with two tiles, S stands for O: see harmless
         {"                        rings.mma_o.of(t).wait(done + step - 1)\n": ""},
-        kind="race",
-        message=overtakes("read", BY_PRODUCT, "warp 8"),
-        line=LOAD_O,
-        other=PRODUCT_O,
+        races=(Race("tensor", O_READ, replace(O_WRITTEN, by=MMA_OF_ONE_TILE)),),
         tiles=ONE_TILE_OF_Q,
     ),
     BlackwellFault(
         "O is read before its last product is done",
         {"                rings.mma_o.of(t).wait(done - 1)\n": ""},
-        kind="race",
-        message=overtakes("read", BY_PRODUCT, "warp 12"),
-        line=LOAD_O,
-        other=PRODUCT_O,
+        races=O_UNDER_WAY,
     ),
     BlackwellFault(
         "alpha of the other tile of Q is taken",
         {"value = smem.stats[thread, t]": "value = smem.stats[thread, 0]"},
-        kind="race",
-        message=rf"read {AT_BYTE} write of {SOFTMAX} at {OTHER}",
-        line="value = smem.stats[thread, 0]",
-        other="smem.stats[thread, t] = value",
+        races=(Race("shared", TOLD, asked("value = smem.stats[thread, 0]")),),
     ),
     BlackwellFault(
         "alpha is read before it is told",
         {"        rings.softmax_stats.of(t).wait(number)\n": ""},
-        kind="race",
-        message=rf"read {AT_BYTE} write of {SOFTMAX} at {OTHER}",
-        line="value = smem.stats[thread, t]",
-        other="smem.stats[thread, t] = value",
+        races=(Race("shared", TOLD, asked("value = smem.stats[thread, t]")),),
     ),
     BlackwellFault(
         "V is released after the product of the first tile of Q",
@@ -230,10 +212,7 @@ FAULTS = [
                 "                        load_kv.release(v, operands.leader)\n"
             )
         },
-        kind="race",
-        message=rf"read {AT_BYTE} write of the copies on mbarrier at byte \d+ at {OTHER}",
-        line=PRODUCT_O,
-        other="cute.copy(",
+        races=(Race("shared", KV_LOADED, P_READ),),
     ),
     BlackwellFault(
         "Q is released after its first product",
@@ -250,10 +229,7 @@ FAULTS = [
                 "                v, k = kv, kv + 1\n"
             ),
         },
-        kind="race",
-        message=rf"write {AT_BYTE} read of the tcgen05\.mma of warp 12 at {OTHER}",
-        line="cute.copy(",
-        other=PRODUCT_S,
+        races=(Race("shared", Q_LOADED, Access("read", MMA, PRODUCT_S)),),
     ),
     BlackwellFault(
         "no fence between O and the store that reads it",
@@ -269,18 +245,12 @@ FAULTS = [
     BlackwellFault(
         "O is written where the last one may still be stored from",
         {"                rings.store_o.of(t).acquire(work)\n": ""},
-        kind="race",
-        message=rf"write {AT_BYTE} read of the bulk copies of warp 14 lane 0 at {OTHER}",
-        line="cute.autovec_copy(octet, target)",
-        other="cute.copy(args.store_o",
+        races=(Race("shared", OUT_WRITTEN, OUT_STORED),),
     ),
     BlackwellFault(
         "O's place is released before the store has read it",
         {"                cute.arch.cp_async_bulk_wait_group(0, read=True)\n": ""},
-        kind="race",
-        message=rf"write {AT_BYTE} read of the bulk copies of warp 14 lane 0 at {OTHER}",
-        line="cute.autovec_copy(octet, target)",
-        other="cute.copy(args.store_o",
+        races=(Race("shared", OUT_WRITTEN, OUT_STORED),),
     ),
     BlackwellFault(
         "tensor memory is not given back",
@@ -299,7 +269,7 @@ FAULTS = [
             "\n": "\n",
         },
         kind="race",
-        message=overtakes("dealloc", BY_PRODUCT, "warp 12"),
+        message=rf"dealloc {PLACES['tensor']} and the write of {MMA} at {OTHER}",
         line="cute.arch.dealloc_tmem(",
         other=PRODUCT_O,
     ),

@@ -88,14 +88,17 @@ def test_findings_collect() -> None:
 def test_a_dependent_launch_must_wait() -> None:
     dependent = faulty.build_dependent()
     source, between, target = (torch.zeros(32, dtype=torch.uint32) for _ in range(3))
-    emulator.run(dependent, 1, source, between, target)
-    assert target.tolist() == [2] * 32
-    with pytest.raises(emulator.KernelFault, match="griddepcontrol") as fault:
-        emulator.run(dependent, 0, source, between, target)
-    (finding,) = fault.value.findings
-    assert finding.kind == "race"
-    assert "argument 2 may still be written by the kernel before" in finding.message
-    assert finding.kernel.startswith("kernel_cutlass_second")
+    for who in (1, 3):
+        target.zero_()
+        emulator.run(dependent, who, source, between, target)
+        assert target.tolist() == [2] * 32
+    for who in (0, 2):
+        with pytest.raises(emulator.KernelFault, match="griddepcontrol") as fault:
+            emulator.run(dependent, who, source, between, target)
+        (finding,) = fault.value.findings
+        assert finding.kind == "race"
+        assert "argument 2 may still be written by the kernel before" in finding.message
+        assert finding.kernel.startswith("kernel_cutlass_second")
 
 
 # Warp 1 does something with all its lanes, and one of them arrives for warp 0, which goes on.
@@ -248,11 +251,14 @@ def test_an_arrival_at_a_cta_of_the_cluster_that_has_ended() -> None:
 
 def test_a_commit_that_arrives_at_a_cta_that_has_ended_since() -> None:
     """Kernels that run on GPUs do this: strict alone finds it. Not a commit issued so late."""
-    assert not in_cluster(TO_BOTH, TOGETHER, strict=True)
-    assert not in_cluster(TO_BOTH, TOGETHER, order="deferred")
-    (found,) = in_cluster(TO_BOTH, TOGETHER, order="deferred", strict=True)
-    assert found.kind == "barrier misuse" and found.message.startswith(ENDED)
-    assert found.instruction.startswith("tcgen05.commit")
+    for order in ("eager", "deferred"):
+        assert not in_cluster(TO_BOTH, TOGETHER, order=order)
+        findings = in_cluster(TO_BOTH, TOGETHER, order=order, strict=True)
+        assert findings
+        for found in findings:
+            assert found.kind == "barrier misuse"
+            assert found.message.startswith("an mbarrier of CTA 1 of the cluster is used, which ")
+            assert found.instruction.startswith("tcgen05.commit")
     kinds = [found.kind for found in in_cluster(LATE + TO_BOTH)]
     assert kinds == ["tensor memory misuse", "barrier misuse"]
 
@@ -305,3 +311,100 @@ def test_a_box_that_counts_at_the_mbarrier_of_another_cta(
         assert found.kind == "barrier misuse"
         expected = f"a box goes to CTA 0 of the cluster and counts at an mbarrier of CTA {owner}: "
         assert found.message.startswith(expected + message)
+
+
+def test_warps_that_write_the_same_bytes_by_one_instruction_race() -> None:
+    empty = np.zeros(64, np.uint32)
+    store = "st.shared.b32 [smem+16], %r0;"
+    (found,) = sm100.run(store, empty, empty, threads=64).findings
+    assert found.kind == "race"
+    assert found.message.startswith("write of shared memory at byte 16 and the write of warp 1 at")
+    assert not sm100.run(store, empty, empty, threads=32).findings
+
+
+# Two CTAs of one warp; %p2 is in the first of them alone, %r7 is smem in the other one.
+OTHER_CTA = """
+    mov.u32 %r4, %cluster_ctarank;
+    setp.eq.u32 %p2, %r4, 0;
+    mov.u32 %r5, smem;
+    xor.b32 %r6, %r4, 1;
+    mapa.shared::cluster.u32 %r7, %r5, %r6;
+"""
+MEET = "barrier.cluster.arrive; barrier.cluster.wait;"
+
+
+@pytest.mark.parametrize("by", ["who wrote", "who reads"])
+def test_a_fence_for_own_shared_memory_is_none_for_another_ctas(by: str) -> None:
+    """By the CTA that wrote; the one in whose memory it is may fence it as its own."""
+    result = np.zeros(64, np.uint32)
+    for space, found in (("shared::cta", by == "who wrote"), ("shared::cluster", False)):
+        fence = f"fence.proxy.async.{space};"
+        sides = (fence, "") if by == "who wrote" else ("", fence)
+        body = f"""
+    {OTHER_CTA}
+    shl.b32 %r8, %r0, 2;
+    add.u32 %r8, %r8, %r7;
+    @%p2 st.shared::cluster.b32 [%r8], %r0;
+    {sides[0]}
+    {MEET}
+    {sides[1]}
+    bar.warp.sync -1;
+    @%p2 bra DONE;
+    @%p1 cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r5], 128;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;
+DONE:
+    """
+        findings = sm100.run(body, result, result, cluster=2, threads=32).findings
+        assert bool(findings) == found, findings
+        if found:
+            assert findings[0].kind == "missing proxy fence"
+            assert "the write of warp 0 at @%p2 st.shared::cluster" in findings[0].message
+
+
+ARRIVE_THERE = "@%p3 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r7];"
+STORE_THERE = "@%p3 st.shared::cluster.b32 [%r7+16], %r0;"
+AWAIT = """
+    @!%p2 bra SEEN;
+AGAIN:
+    mbarrier.try_wait.parity.shared.b64 %p4, [smem], 0;
+    @!%p4 bra AGAIN;
+SEEN:
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "end", "kind"),
+    [
+        (ARRIVE_THERE, "", "barrier misuse"),
+        (ARRIVE_THERE, AWAIT, ""),
+        (ARRIVE_THERE, MEET, ""),
+        (ARRIVE_THERE, "barrier.cluster.arrive.relaxed; barrier.cluster.wait;", ""),
+        (STORE_THERE, "", "race"),
+        (STORE_THERE + ARRIVE_THERE, AWAIT, ""),
+        (STORE_THERE, MEET, ""),
+        (MEET + ARRIVE_THERE, "", "barrier misuse"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cta_must_not_end_before_others_are_done_with_it(
+    act: str, end: str, kind: str, seed: int
+) -> None:
+    """Whichever of the two is first, in this run."""
+    body = f"""
+    {OTHER_CTA}
+    not.pred %p5, %p2;
+    and.pred %p3, %p1, %p5;
+    @%p1 mbarrier.init.shared.b64 [smem], 1;
+    fence.mbarrier_init.release.cluster;
+    {MEET}
+    {act}
+    bar.warp.sync -1;
+    {end}
+    """
+    empty = np.zeros(64, np.uint32)
+    options = dict(order="random", seed=seed) if seed else {}
+    findings = sm100.run(body, empty, empty, cluster=2, threads=32, **options).findings
+    assert [found.kind for found in findings] == ([kind] if kind else []), findings
+    if kind:
+        assert "of CTA 0 of the cluster is used, which" in findings[0].message

@@ -12,9 +12,10 @@ import torch
 
 from hopwell import emulator
 
-from . import backward_faults, faults_sm100
+from . import backward_faults, faults_bwd_sm100, faults_sm100
 from .backward_faults import BackwardFault
-from .faults import FAULTS, Fault, SourceFault, findings, line_of, other_line
+from .faults import FAULTS, Fault, Report, SourceFault, findings, line_of, other_line
+from .faults_bwd_sm100 import BlackwellBackwardFault
 from .faults_sm100 import BlackwellFault
 from .kernels import faulty
 from .kernels.launch import launch
@@ -58,14 +59,33 @@ def test_no_fault_in_blackwells_forward_kernel(
     assert faults_sm100.verdict(faults_sm100.SOUND, tmp_path, monkeypatch) is None
 
 
+@pytest.mark.parametrize("fault", faults_bwd_sm100.FAULTS, ids=lambda fault: fault.name)
+def test_fault_in_blackwells_backward_kernel(
+    fault: BlackwellBackwardFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = faults_bwd_sm100.verdict(fault, tmp_path, monkeypatch)
+    assert found, "nothing was found"
+    check(found, fault, tmp_path)
+
+
+@pytest.mark.parametrize("none", faults_bwd_sm100.SOUND, ids=lambda none: none.name)
+def test_no_fault_in_blackwells_backward_kernel(
+    none: BlackwellBackwardFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert faults_bwd_sm100.verdict(none, tmp_path, monkeypatch) is None
+
+
 def check(found: emulator.Finding, fault: SourceFault, folder: Path) -> None:
     """It says what the fault is, and where."""
     assert found.kind == fault.kind
-    said = re.search(fault.message, found.message)
-    assert said, found.message
-    assert fault.line in line_of(found)
-    if fault.other:
-        assert fault.other in other_line(said, folder)
+    assert any(says(found, report, folder) for report in fault.reports), found
+
+
+def says(found: emulator.Finding, report: Report, folder: Path) -> bool:
+    said = re.search(report.message, found.message)
+    if not said or report.line not in line_of(found):
+        return False
+    return not report.other or report.other in other_line(said, folder)
 
 
 class Mistake(NamedTuple):

@@ -122,8 +122,9 @@ def build_greedy(smem_bytes: int) -> Any:
 def build_dependent() -> Any:
     """Two kernels, the second of which may start before the first one ends.
 
-    (wait, source, between, target, each (32,) u32): between = source + 1, target = between + 1;
-    the second kernel waits for the first if `wait` is not 0.
+    (wait, source, between, target, each (32,) u32): between = source + 1, target = between + 1.
+    Who waits for the first kernel in the second: with 0 nobody, with 1 all; with 2 the warp that
+    does not read, and with 3 also the one that reads, for that one.
     """
 
     @cute.kernel
@@ -134,13 +135,17 @@ def build_dependent() -> Any:
     @cute.kernel
     def second(wait: Int32, between: cute.Tensor, target: cute.Tensor) -> None:
         thread, _, _ = cute.arch.thread_idx()
-        if wait != 0:
+        reads = thread < 32
+        if wait == 1 or (wait > 1 and not reads):
             cute.arch.griddepcontrol_wait()
-        target[thread] = between[thread] + 1
+        if wait == 3:
+            cute.arch.sync_threads()
+        if reads:
+            target[thread] = between[thread] + 1
 
     @cute.jit
     def host(wait: Int32, source: cute.Tensor, between: cute.Tensor, target: cute.Tensor) -> None:
         first(source, between).launch(grid=(1, 1, 1), block=(32, 1, 1))
-        second(wait, between, target).launch(grid=(1, 1, 1), block=(32, 1, 1), use_pdl=True)
+        second(wait, between, target).launch(grid=(1, 1, 1), block=(64, 1, 1), use_pdl=True)
 
     return compile(host, Int32(0), *(fake(Uint32, (32,)) for _ in range(3)))
