@@ -226,12 +226,14 @@ def backward(
     where they belong to the whole row and the gradients are the share of these keys.
 
     Takes a workspace for the time of the call: dq in float32 and two numbers a row, with head_dim
-    rounded up to 64 and len_q to whole tiles of 64 to 96 rows; deterministic also one a tile.
+    rounded up to 64 and len_q to whole tiles of 64 to 96 rows (on Blackwell to 16 or 32, and to
+    128 rows); deterministic also one a tile (4 or 8).
 
     Args:
         dout, out: of the shape and dtype that `forward` returns.
         q, k, v, scale, causal, layout: as they were for `forward`.
-        lse: (batch, heads, len_q), fp32, contiguous. Rows with -inf have gradients 0.
+        lse: (batch, heads, len_q), fp32, contiguous. Rows with -inf have gradients 0
+            where q and dout are finite.
         deterministic: the same bits in every run, for dq too, whose parts are otherwise added up in
             the order in which they are ready. None: if torch.use_deterministic_algorithms is on, or
             HOPWELL_DETERMINISTIC is 1.

@@ -5,17 +5,20 @@ from typing import Literal
 
 from ..layouts.hardware import (
     REGISTER_FILE,
+    REGISTERS_PER_THREAD,
     SMEM_BYTES,
     SWIZZLE_BYTES,
     UMMA_ROWS,
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
+    registers_at_entry,
 )
 from ..layouts.tmem_map import TmemMap
 from .tiles import BARRIER_BYTES, BLACKWELL, ELEMENT_BYTES, check_head_dims
 
 PAIR_COLUMNS = 32  # that the halves of a product by a pair are whole multiples of, both together
 COLUMNS = 16
+THREADS = 4 * WARPGROUP_THREADS
 DQ_COLUMNS = 16  # of dQ, which a thread hands to the bulk reduction at once
 DQ_STAGES = 2  # of such
 ROWS_STAGES = 2  # of LSE and D
@@ -59,8 +62,19 @@ class BlackwellBackwardTiles:
             raise ValueError("borrow_as_dq='s': needs score_buffers=2, or S comes too late")
         if self.folded and not self.pair:
             raise ValueError("folded=True: the accumulators of a pair alone")
-        if self.stages < 2:
-            raise ValueError(f"stages={self.stages}: needs two, of which products take turns")
+        if self.score_buffers not in ((1,) if self.pair else (1, 2)):
+            raise ValueError(f"score_buffers={self.score_buffers}: needs 1, or without a pair 2")
+        if self.stages <= self.score_buffers:  # Q of the buffers, and the first dO
+            raise ValueError(f"stages={self.stages}: needs {self.score_buffers + 1} or more")
+        if self.fma_pairs not in range(9):
+            raise ValueError(f"fma_pairs={self.fma_pairs}: needs 0 to 8, of 8 pairs")
+        entry = registers_at_entry(THREADS)
+        for name in ("registers_reduce", "registers_compute", "registers_other"):
+            value = getattr(self, name)
+            if value not in REGISTERS_PER_THREAD:
+                raise ValueError(f"{name}={value}: needs a multiple of 8, 24 to 256")
+            if (value < entry) if name == "registers_compute" else (value > entry):
+                raise ValueError(f"{name}={value}: setmaxnreg takes from and gives to {entry}")
         held = self.registers_reduce + 2 * self.registers_compute + self.registers_other
         if WARPGROUP_THREADS * held > REGISTER_FILE:
             total = WARPGROUP_THREADS * held

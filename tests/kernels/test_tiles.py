@@ -354,7 +354,12 @@ def test_sizes_of_rows_of_blackwells_backward() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stages": 1}, r"stages=1: needs two"),
+        ({"stages": 1}, r"stages=1: needs 2 or more"),
+        ({"score_buffers": 2}, r"score_buffers=2: needs 1, or without a pair 2"),
+        ({"fma_pairs": 9}, r"fma_pairs=9: needs 0 to 8"),
+        ({"registers_other": 20}, r"registers_other=20: needs a multiple of 8, 24 to 256"),
+        ({"registers_compute": 120}, r"registers_compute=120: setmaxnreg takes from .* 128"),
+        ({"registers_reduce": 136}, r"registers_reduce=136: setmaxnreg takes from .* 128"),
         ({"stages": 20}, r"smem_bytes=\d+: a CTA has 232448"),
         ({"registers_compute": 200}, r"registers=\d+: an SM has 65536"),
         ({"borrow_as_dq": "dv"}, r"borrow_as_dq='dv': needs 's', 'dp' or None"),
@@ -378,3 +383,8 @@ def test_every_pair_of_head_dims_has_a_row_of_blackwells_backward() -> None:
         assert blackwell_backward_tiles("sm_103a", *dims).fma_pairs == 0
     with pytest.raises(LookupError, match="no backward tiles for sm_90a"):
         blackwell_backward_tiles("sm_90a", 64, 64)
+
+
+def test_with_two_buffers_of_scores_the_ring_holds_q_of_both() -> None:
+    with pytest.raises(ValueError, match="stages=2: needs 3 or more"):
+        replace(blackwell_backward_tiles("sm_100a", 64, 64), stages=2)
