@@ -163,6 +163,14 @@ class Barriers(Accesses):
         barrier = self.cta.cluster.barrier
         lanes = self.lanes - int(self.exited.sum()) if m is None else int(np.count_nonzero(m))
         for w in self._warps(m):
+            bits = self._lane_bits(m, w)
+            if self.cluster_arrived[w] & bits:
+                self.report(
+                    "barrier misuse",
+                    "threads that have not waited since arrive at the cluster's barrier again",
+                    site,
+                )
+            self.cluster_arrived[w] |= bits
             self.cluster_ticket[w] = barrier.generation
         barrier.arrived += lanes
         if self.check:
@@ -186,12 +194,22 @@ class Barriers(Accesses):
     def cluster_wait(self, m: Mask, site: int) -> bool:
         barrier = self.cta.cluster.barrier
         ticket = min(self.cluster_ticket[w] for w in self._warps(m))
+        for w in self._warps(m):
+            if self._lane_bits(m, w) & ~(self.cluster_arrived[w] | self._gone(w)):
+                self.report(
+                    "barrier misuse",
+                    "threads wait at the cluster's barrier that have not arrived there",
+                    site,
+                    fatal=True,
+                )
         if barrier.generation == ticket:
             need = sum(cta.live for cta in self.cta.cluster.ctas)
             return self._stalled(
                 lambda: barrier.generation != ticket,
                 lambda: f"the cluster barrier has {barrier.arrived} of {need} threads",
             )
+        for w in self._warps(m):
+            self.cluster_arrived[w] &= ~self._lane_bits(m, w)
         if self.check:
             self._acquire(m, barrier.done)
         return True

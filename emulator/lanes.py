@@ -122,6 +122,8 @@ class Lanes:
         self.cp_open: list[Callable[[], None]] = []
         self.cp_groups: list[list[Callable[[], None]]] = []
         self.cluster_ticket = [0] * self.warp_count
+        # Lanes of each warp that have arrived at the cluster's barrier and not waited since.
+        self.cluster_arrived = [0] * self.warp_count
         self.mbar_inits: list[Mbarrier] = []
         self.local = np.zeros((self.lanes, self.program.kernel.local_bytes), np.uint8)
         self.local_written = np.zeros(self.local.shape, bool)

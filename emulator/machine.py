@@ -33,6 +33,8 @@ from .translate import Program, program
 
 STALL = object()
 TURN = 400  # blocks a unit runs before the next one gets its turn
+SLOW_WARPS = 0.3  # share of a cluster's, in order "random"
+SPINS = 30  # rounds in which units moved and nothing changed: then the slow ones may move, too
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA can have on sm_90 and sm_100
 REGISTER_FILE = 65536  # 32-bit registers of an SM
 
@@ -168,6 +170,10 @@ class Cluster:
         self.running = False
         # Who has waited for the kernels before to end has seen this agent, at this epoch.
         self.kernels_before = self.clocks.agent("kernels before", "the kernels before"), 0
+        # In order "random", warps that move only while nothing else can: who waits for something
+        # that ends too soon, and comes in time by luck, comes too late then.
+        self.slow: set[int] = set()
+        self.woken = -1  # the one of them that may move now
 
     def start(self, first: tuple[int, int, int]) -> None:
         """Starts the cluster whose first CTA has the given index."""
@@ -183,6 +189,9 @@ class Cluster:
         for rank, cta in enumerate(self.ctas):
             at = (rank % cx, rank // cx % cy, rank // (cx * cy))
             cta.start((first[0] + at[0], first[1] + at[1], first[2] + at[2]))
+        if self.machine.random:
+            chance = random.Random(self.machine.random.random())
+            self.slow = {w for w in range(self.warps) if chance.random() < SLOW_WARPS}
         self.running = True
 
     def step(self) -> bool:
@@ -200,6 +209,14 @@ class Cluster:
             at = rng.randrange(len(self.pending)) if rng else 0
             self.pending.pop(at)()
             moved = True
+        if rng and (not moved or self.machine.spins > SPINS):
+            for warp in rng.sample(sorted(self.slow), len(self.slow)):
+                self.woken = warp
+                for unit in units:
+                    moved |= unit.run(TURN)
+                if moved:
+                    break
+            self.woken = -1
         if not any(unit.groups for unit in units):
             self.finish()
             return True
@@ -542,6 +559,8 @@ class Unit(Instructions):
         groups = self.groups
         if len(groups) == 1:
             group = groups[0]
+            if self._held_back(group):
+                return None
             if group.wait is not None:
                 if not group.wait.ready():
                     return None
@@ -558,6 +577,8 @@ class Unit(Instructions):
             else:
                 i += 1
         for group in groups:
+            if self._held_back(group):
+                continue
             if group.wait is not None:
                 if not group.wait.ready():
                     continue
@@ -565,6 +586,14 @@ class Unit(Instructions):
             best = group
             break
         return best
+
+    def _held_back(self, group: Group) -> bool:
+        """Whether all of its warps are slow ones, not divided, and others may still move."""
+        slow, woken = self.cta.cluster.slow, self.cta.cluster.woken
+        return bool(slow) and all(
+            woken != self.warp0 + w in slow and group.words[w] == self.everyone[w]
+            for w in group.warps
+        )
 
     def _merge(self, a: Group, b: Group) -> None:
         assert a.mask is not None and b.mask is not None

@@ -18,14 +18,17 @@ class Options:
         check: look for races, uninitialised reads, misuse of barriers and the like.
         counters: count bytes, bank conflicts, instructions and tensor-core work.
         order: when asynchronous work completes and who runs next: "eager" at once and in order,
-            "deferred" as late as allowed, "random" in a seeded order of warps, CTAs, completions.
+            "deferred" as late as allowed, "random" in a seeded order of warps, CTAs, completions,
+            where some warps are so slow that they move only while nothing else can.
         seed: for order "random".
         raise_on_fault: raise `KernelFault` after a launch with findings; else only report.
         max_findings: stop the launch after so many.
         exact: sum 16-bit products on the tensor cores, and interpolate 2**x, as the hardware does,
             cutting off where it does; slower.
-        strict: report also what PTX forbids and processors are known to bear: registers of a
-            tcgen05.ld that are used before tcgen05.wait::ld.
+        strict: report also what PTX forbids and processors are known to bear, since kernels that
+            run on them do it: registers of a tcgen05.ld that are used before tcgen05.wait::ld; a
+            bulk copy out of shared memory that is in no group when its CTA ends, after a wait for
+            all groups; a tcgen05.commit that arrives in a CTA which has ended since.
     """
 
     check: bool = True

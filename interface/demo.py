@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from rich.table import Table
 from torch.nn.attention import SDPBackend
 
 from . import checks
+from .autograd import attention
 from .emulate import emulate
 from .functions import forward, warmup
 
@@ -80,6 +82,11 @@ CASES = (
 )
 # On the emulator; kernels are compiled first, so fewer of the larger ones.
 EMULATED = {"sm_90a": CASES, "sm_100a": (CASES[0], CASES[2], CASES[5])}
+# Both passes; every query sees a key.
+GRADIENT_CASES = (
+    Case(1, 300, 420, 4, 2, 64, torch.bfloat16, causal=True),  # GQA, ragged
+    Case(1, 256, 300, 1, 1, 128, torch.float16, causal=False),
+)
 GPU_CASES = (
     Case(4, 4096, 4096, 16, 16, 128, torch.bfloat16, causal=False),
     Case(4, 4096, 4096, 16, 16, 128, torch.bfloat16, causal=True),
@@ -157,9 +164,58 @@ def measure(
     )
 
 
+def gradient_errors(
+    case: Case, inputs: tuple[torch.Tensor, ...], dout: torch.Tensor
+) -> tuple[float, ...]:
+    """Of dq, dk and dv of `attention`: RMS errors beside float64, relative."""
+    leaves = tuple(tensor.clone().requires_grad_() for tensor in inputs)
+    attention(*leaves, causal=case.causal).backward(dout)
+    wide = tuple(tensor.double().requires_grad_() for tensor in inputs)
+    exact(case, wide)[0].backward(dout.double())
+    return tuple(
+        ((mine.grad.double() - true.grad).norm() / true.grad.norm()).item()
+        for mine, true in zip(leaves, wide, strict=True)
+        if mine.grad is not None and true.grad is not None
+    )
+
+
 def _on_emulator(console: Console) -> bool:
     verdicts = [_emulated(console, arch, cases) for arch, cases in EMULATED.items()]
+    for arch in EMULATED:
+        verdicts.append(_gradients(console, f"the {arch} kernels on the emulator", "cpu", arch))
     return _conclude(console, all(verdicts))
+
+
+def _gradients(console: Console, title: str, device: str, arch: str | None = None) -> bool:
+    """A table of backward."""
+    from .. import emulator
+
+    table = Table(title=f"Hopwell backward, {title}")
+    table.add_column("batch x len_q x len_kv  heads q/kv x dim", no_wrap=True)
+    for column in ("dQ error", "dK error", "dV error", *(("checker",) if arch else ()), "s"):
+        table.add_column(column, justify="right")
+    ok = True
+    for case in GRADIENT_CASES:
+        inputs = case.inputs(device)
+        dout = torch.ones_like(inputs[0]) + inputs[0]
+        which: dict[str, Any] = {"head_dims": [case.head_dim], "gqa_groups": [case.group]}
+        try:
+            with console.status(str(case)), emulate(arch) if arch else nullcontext():
+                warmup(dtypes=[case.dtype], causal=[case.causal], backward=True, **which)
+                start = time.perf_counter()
+                errors = gradient_errors(case, inputs, dout)
+        except emulator.KernelFault as fault:
+            console.print(f"{case}:\n{fault}", markup=False)
+            table.add_row(str(case), "", "", "", f"[red]{len(fault.findings)} findings")
+            ok = False
+            continue
+        fine = max(errors) <= _ROUNDOFF[case.dtype]
+        ok &= fine
+        shown = [f"{'' if fine else '[red]'}{error:.1e}" for error in errors]
+        verdict = ("silent",) if arch else ()
+        table.add_row(str(case), *shown, *verdict, f"{time.perf_counter() - start:.1f}")
+    console.print(table)
+    return ok
 
 
 def _emulated(console: Console, arch: str, cases: tuple[Case, ...]) -> bool:
@@ -228,6 +284,7 @@ def _on_gpu(console: Console) -> bool:
             f"{us[cudnn.name].median:.1f}" if cudnn.name in us else absent,
         )
     console.print(table)
+    ok &= _gradients(console, f"on {torch.cuda.get_device_name()}", "cuda")
     return _conclude(console, ok)
 
 
@@ -251,7 +308,8 @@ def _errors(case: Case, errors: Errors) -> tuple[str, str, str, str]:
 
 def _conclude(console: Console, ok: bool) -> bool:
     console.print(
-        "Errors are against float64; O's beside what rounding P and O allows.",
+        "Errors are against float64; O's beside what rounding P and O allows; of gradients RMS, "
+        "relative, which may be the unit roundoff.",
         "[green]All as they should be." if ok else "[red]Not as they should be.",
     )
     return ok

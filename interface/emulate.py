@@ -86,7 +86,7 @@ def emulate(
 
     chosen = checks.arch(arch or env.ARCH.value or checks.arches()[0])
     checks.choice("order", order, ("eager", "deferred", "random"))
-    options = emulator.Options(check, counters, order, seed, exact=exact)
+    options = emulator.Options(check, counters, order, seed, exact=exact, strict=True)
     with emulator.session(options) as session:
         emulation = Emulation(chosen, session)
         token = _active.set(emulation)

@@ -40,6 +40,7 @@ from ..layouts.gmem import tma_atom, tma_tiles
 from ..layouts.hardware import (
     OCTET,
     TMEM_COLUMNS,
+    UMMA_DEPTH,
     UMMA_ROWS,
     WARP_THREADS,
     WARPGROUP_THREADS,
@@ -54,7 +55,6 @@ from . import BackwardFacts
 from .bwd_main import BwdMain, Keys, load_rows
 from .bwd_workspace import QUAD, WarpTurn, Workspace, reduce_bulk
 from .exp2 import exp2
-from .fwd_sm100 import EXP2_DEGREE, MMA_DEPTH
 from .online_softmax import LOG2_E
 from .tiles import ELEMENT_BYTES
 from .tiles_bwd_sm100 import DQ_COLUMNS, DQ_STAGES, ROWS_STAGES, BlackwellBackwardTiles
@@ -507,7 +507,7 @@ class BwdSm100(BwdMain):
         q = operands.tSrQ.stage(self.take(rings, number, "s"))
         product = Product(self.dtype, self.product_s, self.tiles.pair)
         d, k = operands.base + self.score_column(number), operands.tSrK.stage(0)
-        steps = self.tiles.columns // MMA_DEPTH
+        steps = self.tiles.columns // UMMA_DEPTH
         product.issue(operands.leader, d, k, q, Boolean(False), 0, steps)
         rings.mma_s.commit(number, operands.leader)
         self.give_back(rings, operands, number, "s")
@@ -518,7 +518,7 @@ class BwdSm100(BwdMain):
         do = operands.tPrdO.stage(self.take(rings, number, "dp"))
         product = Product(self.dtype, self.product_s, self.tiles.pair)
         d, v = operands.base + self.column("dp"), operands.tPrV.stage(0)
-        steps = self.tiles.columns_v // MMA_DEPTH
+        steps = self.tiles.columns_v // UMMA_DEPTH
         product.issue(operands.leader, d, v, do, Boolean(False), 0, steps)
         rings.mma_dp.commit(number, operands.leader)
         self.give_back(rings, operands, number, "dp")
@@ -554,7 +554,7 @@ class BwdSm100(BwdMain):
     ):
         """With P or dS: from tensor memory, where each warpgroup's part is in a place of its own,
         or from shared memory."""
-        steps = self.tiles.tile_q // MMA_DEPTH
+        steps = self.tiles.tile_q // UMMA_DEPTH
         if const_expr(a is not None):
             product.issue(operands.leader, d, a.stage(0), b, number > 0, 0, steps)
         else:
@@ -574,7 +574,7 @@ class BwdSm100(BwdMain):
         )
         d = operands.base + self.dq_column(number)
         ds, k, steps = operands.tQrdS.stage(0), operands.tQrK.stage(0), self.tiles.tile_kv
-        product.issue(operands.leader, d, ds, k, Boolean(False), 0, steps // MMA_DEPTH)
+        product.issue(operands.leader, d, ds, k, Boolean(False), 0, steps // UMMA_DEPTH)
         rings.mma_dq.commit(number, operands.leader)
 
     def operands(self, smem: Smem, base: cute.Pointer) -> Operands:
@@ -713,7 +713,10 @@ class BwdSm100(BwdMain):
             words = cute.recast_tensor(rdS, Float32)
             tmem.store_row(base, self.borrow_s_as("ds", number, part.half), words, part.thread)
             tmem.await_stores()
-        rings.mma_dq.wait(number - 1)  # which read dS of the tile before; passes at the first
+        if const_expr(self.tiles.borrow_as_dq == "s"):
+            # It read dS of the tile before. Else dP, awaited above, was issued behind it. At the
+            # first tile this passes.
+            rings.mma_dq.wait(number - 1)
         self.hand_out(rdS, smem, part)
         tmem.before_handing_over()
         rings.compute_ds.commit(number)
@@ -727,7 +730,7 @@ class BwdSm100(BwdMain):
             for i in cutlass.range_constexpr(0, QUAD, 2):
                 pair, shift = (P[c + i], P[c + i + 1]), (-lse[i], -lse[i + 1])
                 P[c + i], P[c + i + 1] = cute.arch.fma_packed_f32x2(pair, scale, shift)
-        exp2(P, self.tiles.fma_pairs, EXP2_DEGREE)
+        exp2(P, self.tiles.fma_pairs)
 
     @cute.jit
     def gradients(

@@ -32,6 +32,8 @@ COEFFICIENTS = {
     5: (1.0, 0.6931513, 0.24016444, 0.055799913, 0.009017031, 0.00186713),  # 1.5e-7 = 2**-22.7
 }
 
+DEGREE = 4  # the kernels': a cubic would do for P in bf16, not for the LSE, nor for P in fp16
+
 Pair = tuple[Float32, Float32]
 
 
@@ -40,7 +42,7 @@ def mufu_exp2(x: Float32) -> Float32:
     return cute.math.exp2(x, fastmath=True)
 
 
-def fma_exp2(x: Pair, degree: int = 3) -> Pair:
+def fma_exp2(x: Pair, degree: int = DEGREE) -> Pair:
     """2**x of two numbers up to 127 on the FMA units; results below 2**-126 are 0, NaN stays."""
     low, high = (cute.arch.fmax(value, LOWEST, nan=True) for value in x)
     x = low, high
@@ -59,7 +61,7 @@ def fma_exp2(x: Pair, degree: int = 3) -> Pair:
 def exp2(
     fragment: cute.Tensor,
     fma_pairs: cutlass.Constexpr[int],
-    degree: cutlass.Constexpr[int] = 3,
+    degree: cutlass.Constexpr[int] = DEGREE,
 ) -> None:
     """2**x of a fragment of an even number of elements, in place.
 

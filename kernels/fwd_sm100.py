@@ -8,7 +8,7 @@ Memory:  K and V share one ring. In TMEM S and O have columns for each tile; P t
          of its S (`borrow_s_as_p`). O leaves through smem of its own, or through Q's.
 Overlap: while the tensor cores do one tile's products, the other's softmax runs (FlashAttention-4,
          section 3.1). A share of the exponentials is computed on the FMA units (section 3.2). O is
-         multiplied in TMEM only where a maximum grew by more than `rescale_log2`, by a warpgroup
+         multiplied in TMEM only where a maximum may not lag behind (`RowSoftmax`), by a warpgroup
          that does nothing else (section 3.3). P is handed over when three quarters of it are there.
 GQA:     heads that share keys (`group` of them) are rows of one tile, at the same positions.
 Pair:    without a mask two CTAs may share the tiles of K and V: each loads half, and the products
@@ -37,6 +37,7 @@ from ..layouts.hardware import (
     OCTET,
     SMS_BLACKWELL,
     TMEM_COLUMNS,
+    UMMA_DEPTH,
     UMMA_ROWS,
     WARPGROUP_THREADS,
     WARPGROUP_WARPS,
@@ -55,8 +56,6 @@ from .online_softmax import RowSoftmax
 from .tiles import ELEMENT_BYTES, BlackwellTiles, padded_head_dim
 from .umma import Product, UmmaOperand
 
-MMA_DEPTH = 16  # keys that one tcgen05.mma of 16-bit operands takes in
-EXP2_DEGREE = 4  # off by 3e-6 where a cubic is by 8.6e-5: enough for P in bf16, too much for LSE
 P_COLUMNS = 32  # of S, that become P at once
 CORRECT_COLUMNS = 16  # of O, in registers at once
 WORD_ELEMENTS = 2  # of P in a column of TMEM
@@ -467,7 +466,7 @@ class FwdSm100(Forward):
         product = Product(self.dtype, (rows, self.tiles.tile_kv), self.tiles.pair)
         d = operands.base + self.score_column(t, step)
         q, k = operands.tSrQ.stage(t), operands.tSrK.stage(rings.load_kv.stage(kv))
-        product.issue(operands.leader, d, q, k, Boolean(False), 0, self.shape_q[1] // MMA_DEPTH)
+        product.issue(operands.leader, d, q, k, Boolean(False), 0, self.shape_q[1] // UMMA_DEPTH)
         rings.mma_s.of(t).commit(step, operands.leader)
 
     @cute.jit
@@ -486,7 +485,7 @@ class FwdSm100(Forward):
         d = operands.base + self.out_column(t)
         p = Int32((operands.base + self.borrow_s_as_p(t, step)).toint())
         v = operands.tOrV.stage(rings.load_kv.stage(kv))
-        early, every = (n // MMA_DEPTH for n in (self.tiles.early_keys, self.tiles.tile_kv))
+        early, every = (n // UMMA_DEPTH for n in (self.tiles.early_keys, self.tiles.tile_kv))
         rings.correction_o.of(t).wait(step)
         rings.softmax_p.of(t).wait(step)
         tmem.after_taking_over()
@@ -515,10 +514,10 @@ class FwdSm100(Forward):
             for step in cutlass.range(masked, unroll=1):
                 here = limit - (end - 1 - step) * self.tiles.tile_kv
                 number = done + step
-                self.step(rings, smem, base, softmax, t, step, number, work, here, thread, True)
+                self.step(rings, smem, base, softmax, t, number, work, here, thread, True)
             for step in cutlass.range(masked, end, unroll=1):
                 number = done + step
-                self.step(rings, smem, base, softmax, t, step, number, work, limit, thread, False)
+                self.step(rings, smem, base, softmax, t, number, work, limit, thread, False)
             inverse, lse = softmax.finish()
             done += end
             self.tell(rings, smem, t, done + work, inverse, thread)
@@ -535,7 +534,6 @@ class FwdSm100(Forward):
         base: cute.Pointer,
         softmax: RowSoftmax,
         t: Int32,
-        visit: Int32,  # of this work
         step: Int32,  # of all works
         work: Int32,
         limit: Int32,
@@ -553,14 +551,13 @@ class FwdSm100(Forward):
             for first in cutlass.range_constexpr(0, tile_kv, P_COLUMNS):
                 for c in cutlass.range_constexpr(first, first + P_COLUMNS):
                     scores[c] = scores[c] if c < limit else softmax.hidden
-        lag = Float32(0.0) if visit < self.tiles.exact_visits else Float32(self.tiles.rescale_log2)
-        alpha = softmax.take_in(scores, lag)
+        alpha = softmax.take_in(scores, self.tiles.rescale_log2, self.tiles.flat)
         self.tell(rings, smem, t, step + work, alpha, thread)
         column = self.borrow_s_as_p(t, step)
         for first in cutlass.range_constexpr(0, tile_kv, P_COLUMNS):
             part = cute.make_tensor(scores.iterator + first, cute.make_layout(P_COLUMNS))
             softmax.powers(part)
-            exp2(part, self.tiles.fma_pairs, EXP2_DEGREE)
+            exp2(part, self.tiles.fma_pairs)
             softmax.add(part)
             P = cute.make_rmem_tensor(P_COLUMNS, self.dtype)
             P.store(part.load().to(self.dtype))

@@ -125,7 +125,8 @@ class RowSoftmax:
     m may lag behind: P is relative to a maximum that is too small, by a power of 2 up to a limit,
     so that O is seldom rescaled (FlashAttention-4, section 3.3). Exact all the same, since l is
     relative to the same m. But the largest P of a row is 1, without rounding, only where m does not
-    lag. Over few keys that is worth 6 % of O's RMS error, so it lags from the ninth tile on.
+    lag, and that of a row that attends to little else is most of O's error. So m lags only where
+    that P is a small part of l.
     """
 
     row_max: cute.Tensor  # (1), the x of the score that P is relative to
@@ -160,15 +161,21 @@ class RowSoftmax:
         return Float32(0.0) if largest == self.hidden else largest
 
     @cute.jit
-    def take_in(self, scores: cute.Tensor, lag_log2: Float32) -> Float32:
-        """m of this tile too, unless it grows by no more than `lag_log2`; returns alpha, what O
-        before is to be multiplied with, as l is."""
+    def take_in(
+        self,
+        scores: cute.Tensor,
+        lag_log2: cutlass.Constexpr[float],
+        flat: cutlass.Constexpr[float],
+    ) -> Float32:
+        """m of this tile too, unless it grows by `lag_log2` at most and l, of the tiles before, is
+        at least `flat` times the largest P; returns alpha, what O before is to be multiplied with,
+        as l is."""
         old = self.row_max[0]
         values = [scores[c] for c in range(cute.size(scores))]
         new = fold(self.larger, [old, *values])
         grown = (old - self.finite(new)) * self.scale_log2  # 0 or below; -inf at the first score
         alpha = cute.math.exp2(grown, fastmath=True)
-        if grown >= -lag_log2:
+        if grown >= -lag_log2 and self.row_sum[0] * alpha >= flat:
             new, alpha = old, Float32(1.0)
         self.row_max[0] = new
         self.row_sum[0] *= alpha

@@ -342,8 +342,8 @@ class BlackwellTiles:
     launch_queue: bool = False  # tiles of Q come from cluster launch control, not from a counter
     tile_kv: int = field(default=128, init=False)
     early_keys: int = field(default=96, init=False)  # of P, before it is handed over
-    rescale_log2: float = 8.0  # P is up to 256, which 16 bits can hold
-    exact_visits: int = 8  # of K/V tiles, without a lag of the maximum
+    rescale_log2: float = 8.0  # the maximum lags by so much at most: P up to 256 fits 16 bits
+    flat: float = 16.0  # it lags only where l is so many times the largest P: docs/blackwell.md
 
     def __post_init__(self) -> None:
         check_head_dims(self.head_dim, self.head_dim_v)

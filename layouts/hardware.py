@@ -20,6 +20,7 @@ TRANSACTION_BYTES = 2**20 - 1  # that one mbarrier can expect
 
 TMEM_COLUMNS = 512  # of 32 bits, in each of 128 lanes
 UMMA_ROWS = 128  # of a tcgen05.mma by one CTA
+UMMA_DEPTH = 16  # for 16-bit operands
 WGMMA_ROWS = 64
 WGMMA_DEPTH = 16  # for 16-bit operands
 OCTET = 8  # columns of a row of an accumulator that a quad holds, two a lane

@@ -21,7 +21,8 @@
 Handovers without a way back: S of a tile is issued behind the products that read the P and dS which
 it overwrites, by the same thread, and those were allowed by compute_p and compute_ds, which say
 that S was read; dP likewise by compute_ds and, where dQ borrows its columns, reduce_dq. dS in
-shared memory is free when its dQ is there: compute waits for mma_dq, too.
+shared memory is free when its dQ is there: dP of the next tile is issued behind it, or, where it is
+not, compute waits for mma_dq, too.
 """
 
 from ..layouts.hardware import WARP_THREADS, WARPGROUP_THREADS, WARPGROUP_WARPS

@@ -11,7 +11,9 @@ import torch
 from click.testing import CliRunner, Result
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.functional import cross_entropy
 
+import hopwell
 from hopwell.benchmarks import training
 from hopwell.benchmarks.contenders import OURS
 from hopwell.benchmarks.training import EXACT, MATH, Sizes
@@ -116,3 +118,29 @@ def test_it_needs_a_gpu_or_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run = command()
     assert run.exit_code == 1 and "no CUDA GPU" in run.output and "--emulated" in run.output
+
+
+def in_fp16(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return hopwell.attention(q.half(), k.half(), v.half(), causal=True).double()
+
+
+def gradients(model: training.Transformer, tokens: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    logits = model(tokens[:, :-1])
+    cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_three_steps_have_the_gradients_of_float64(arch: str) -> None:
+    """Of every weight in every step, all but attention in float64: what differs is fp16's."""
+    sizes = Sizes(2, 128, 2, 1, length=150, batch=2, vocabulary=16)
+    ours, exact = (training.Transformer(sizes, attend).double() for attend in (in_fp16, right))
+    optimizer = torch.optim.AdamW(ours.parameters(), training.LEARNING_RATE)
+    for tokens in training.batches(sizes, 3):
+        exact.load_state_dict(ours.state_dict())
+        with hopwell.emulate(arch):
+            found = gradients(ours, tokens)
+        for mine, true in zip(found, gradients(exact, tokens), strict=True):
+            assert (mine - true).norm() <= 2e-3 * true.norm()
+        optimizer.step()

@@ -272,7 +272,7 @@ def verdict(
             compiled,
             *(c.dout, c.q, c.k, c.v, e.out, e.lse, *found, workspace, c.scale, False, 132),
             outputs=found,
-            options=emulator.Options(raise_on_fault=False, order=order, seed=seed),
+            options=emulator.Options(raise_on_fault=False, order=order, seed=seed, strict=True),
         )
         if report.findings:
             return report.findings[0]

@@ -586,7 +586,7 @@ def findings(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> list[emul
     )
     torch.manual_seed(0)  # and a scale at which the maxima keep rising, so that O is rescaled
     counter = torch.zeros(1, dtype=torch.int32)
-    session = Session(emulator.Options(raise_on_fault=False, order=fault.order))
+    session = Session(emulator.Options(raise_on_fault=False, order=fault.order, strict=True))
 
     def attend(heads: int, ctas: int | None) -> None:
         dims = [(fault.len_q, 32), (fault.len_kv, 32), (fault.len_kv, fault.facts.head_dim_v)]

@@ -41,7 +41,7 @@ def forward(order: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         0.2,
         counter,
         outputs=(out, lse),
-        options=emulator.Options(counters=False, order=order, seed=seed),
+        options=emulator.Options(counters=False, order=order, seed=seed, strict=True),
     )
     assert not report.findings
     return out, lse
@@ -173,6 +173,144 @@ DONE:
     assert found.message.startswith("a bulk copy goes to CTA 1 of a cluster of 1 (CTA (0, 0, 0)")
 
 
+COMMIT, WAIT = "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;"
+
+
+@pytest.mark.parametrize(
+    ("stores", "lax", "strict"),
+    [
+        (BULK + COMMIT + WAIT, "", ""),
+        (BULK, "", "never committed"),
+        (BULK + COMMIT + WAIT + BULK, "", "never committed"),
+        (BULK + COMMIT, "may still read", "may still read"),
+        (BULK + COMMIT + BULK, "may still read", "may still read"),
+    ],
+    ids=["waited for", "no group", "no group after a wait", "no wait", "no group and no wait"],
+)
+def test_a_copy_in_flight_when_its_cta_ends(stores: str, lax: str, strict: str) -> None:
+    """Kernels that run on GPUs leave the last one out of any group: strict alone finds it."""
+    body = f"{OWN_WORD} @%p0 st.shared.b32 [%r8+128], %r0; fence.proxy.async.shared::cta;"
+    for expected, options in ((lax, {}), (strict, {"strict": True})):
+        result = np.zeros(64, np.uint32)
+        findings = sm100.run(f"{body} bar.sync 0; {stores}", result, result, **options).findings
+        assert bool(findings) == bool(expected), findings
+        for found in findings:
+            assert found.kind == "unfinished copy" and expected in found.message
+        assert result[:32].tolist() == list(range(32))
+
+
+# Two CTAs of a cluster with an mbarrier each; the first thread of the first does something.
+CLUSTER = """
+    mov.u32 %r4, %cluster_ctarank;
+    @!%p1 bra READY;
+    mbarrier.init.shared.b64 [smem+64], 1;
+    fence.mbarrier_init.release.cluster;
+READY:
+    barrier.cluster.arrive;
+    barrier.cluster.wait;
+    setp.eq.u32 %p2, %r4, 0;
+    and.pred %p3, %p1, %p2;
+    @!%p3 bra DONE;
+    {what}
+DONE:
+"""
+TOGETHER = "barrier.cluster.arrive; barrier.cluster.wait;"
+LATE = """
+    mov.u32 %r7, 0;
+SPIN:
+    add.u32 %r7, %r7, 1;
+    setp.lt.u32 %p5, %r7, 2000;
+    @%p5 bra SPIN;
+"""
+ARRIVE = """
+    mov.u32 %r5, smem;
+    mapa.shared::cluster.u32 %r5, %r5, 1;
+    mbarrier.arrive.shared::cluster.b64 _, [%r5+64];
+"""
+TO_BOTH = """
+    mov.u16 %h0, 3;
+    tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 \
+[smem+64], %h0;
+"""
+ENDED = "an mbarrier of CTA 1 of the cluster is used, which has ended"
+MAY_HAVE_ENDED = ENDED.replace("has", "may have")
+
+
+def in_cluster(what: str, end: str = "", **options: Any) -> list[emulator.Finding]:
+    """Findings where one CTA does something, and `end` follows in both."""
+    empty = np.zeros(64, np.uint32)
+    body = CLUSTER.replace("{what}", what) + end
+    return sm100.run(body, empty, empty, cluster=2, threads=32, **options).findings
+
+
+def test_an_arrival_at_a_cta_of_the_cluster_that_has_ended() -> None:
+    assert not in_cluster(ARRIVE, TOGETHER)
+    (found,) = in_cluster(LATE + ARRIVE)
+    assert found.kind == "barrier misuse" and found.message.startswith(ENDED)
+    assert found.instruction.startswith("mbarrier.arrive")
+
+
+def test_a_commit_that_arrives_at_a_cta_that_has_ended_since() -> None:
+    """Kernels that run on GPUs do this: strict alone finds it. Not a commit issued so late."""
+    for order in ("eager", "deferred"):  # in the first it arrives in time
+        assert not in_cluster(TO_BOTH, TOGETHER, order=order)
+        found, *_ = in_cluster(TO_BOTH, TOGETHER, order=order, strict=True)
+        assert found.kind == "barrier misuse" and found.message.startswith(MAY_HAVE_ENDED)
+        assert found.instruction.startswith("tcgen05.commit")
+    kinds = [found.kind for found in in_cluster(LATE + TO_BOTH)]
+    assert kinds == ["tensor memory misuse", "barrier misuse"]
+
+
+# The first of four CTAs loads 16 bytes for itself, which count at the mbarrier of another.
+BOX = """
+    mov.u32 %r4, %cluster_ctarank;
+    mov.u32 %r5, smem;
+    @!%p1 bra READY;
+    mbarrier.init.shared.b64 [smem+64], 1;
+    setp.eq.u32 %p4, %r4, {owner};
+    @%p4 mbarrier.arrive.expect_tx.shared.b64 _, [smem+64], 16;
+    fence.mbarrier_init.release.cluster;
+READY:
+    barrier.cluster.arrive;
+    barrier.cluster.wait;
+    setp.eq.u32 %p2, %r4, 0;
+    and.pred %p3, %p1, %p2;
+    @!%p3 bra DONE;
+    mapa.shared::cluster.u32 %r6, %r5, {owner};
+    mov.u32 %r7, 0;
+    cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{group} \
+[%r5], [%d0, {%r7}], [%r6+64];
+DONE:
+    barrier.cluster.arrive;
+    barrier.cluster.wait;
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "group", "message"),
+    [
+        (0, "", ""),
+        (1, "", "without .cta_group::2"),
+        (1, ".cta_group::2", ""),
+        (2, ".cta_group::2", "another pair"),
+    ],
+)
+def test_a_box_that_counts_at_the_mbarrier_of_another_cta(
+    owner: int, group: str, message: str
+) -> None:
+    data = np.arange(64, dtype=np.uint32)
+    tensor_map = np.zeros(32, np.uint32)  # of one box of 4 words; see `tma.decode`
+    tensor_map[:2] = np.array([data.ctypes.data], np.uint64).view(np.uint32)
+    tensor_map[2], tensor_map[8], tensor_map[13] = 2 | 2 << 7, 4 - 1, 4 - 1 << 24
+    body = BOX.replace("{owner}", str(owner)).replace("{group}", group)
+    findings = sm100.run(body, tensor_map, data, cluster=4, threads=32).findings
+    assert bool(findings) == bool(message), findings
+    for found in findings:
+        assert found.kind == "barrier misuse"
+        expected = f"a box goes to CTA 0 of the cluster and counts at an mbarrier of CTA {owner}: "
+        assert found.message.startswith(expected + message)
+
+
 def test_warps_that_write_the_same_bytes_by_one_instruction_race() -> None:
     empty = np.zeros(64, np.uint32)
     store = "st.shared.b32 [smem+16], %r0;"
@@ -183,14 +321,13 @@ def test_warps_that_write_the_same_bytes_by_one_instruction_race() -> None:
 
 
 # Two CTAs of one warp; %p2 is in the first of them alone, %r7 is smem in the other one.
-CLUSTER = """
+PEERS = """
     mov.u32 %r4, %cluster_ctarank;
     setp.eq.u32 %p2, %r4, 0;
     mov.u32 %r5, smem;
     xor.b32 %r6, %r4, 1;
     mapa.shared::cluster.u32 %r7, %r5, %r6;
 """
-MEET = "barrier.cluster.arrive; barrier.cluster.wait;"
 
 
 @pytest.mark.parametrize("by", ["who wrote", "who reads"])
@@ -201,12 +338,12 @@ def test_a_fence_for_own_shared_memory_is_none_for_another_ctas(by: str) -> None
         fence = f"fence.proxy.async.{space};"
         sides = (fence, "") if by == "who wrote" else ("", fence)
         body = f"""
-    {CLUSTER}
+    {PEERS}
     shl.b32 %r8, %r0, 2;
     add.u32 %r8, %r8, %r7;
     @%p2 st.shared::cluster.b32 [%r8], %r0;
     {sides[0]}
-    {MEET}
+    {TOGETHER}
     {sides[1]}
     bar.warp.sync -1;
     @%p2 bra DONE;
@@ -222,7 +359,7 @@ DONE:
             assert "the write of warp 0 at @%p2 st.shared::cluster" in findings[0].message
 
 
-ARRIVE = "@%p3 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r7];"
+ARRIVE_THERE = "@%p3 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r7];"
 STORE_THERE = "@%p3 st.shared::cluster.b32 [%r7+16], %r0;"
 AWAIT = """
     @!%p2 bra SEEN;
@@ -236,14 +373,14 @@ SEEN:
 @pytest.mark.parametrize(
     ("act", "end", "kind"),
     [
-        (ARRIVE, "", "barrier misuse"),
-        (ARRIVE, AWAIT, ""),
-        (ARRIVE, MEET, ""),
-        (ARRIVE, "barrier.cluster.arrive.relaxed; barrier.cluster.wait;", ""),
+        (ARRIVE_THERE, "", "barrier misuse"),
+        (ARRIVE_THERE, AWAIT, ""),
+        (ARRIVE_THERE, TOGETHER, ""),
+        (ARRIVE_THERE, "barrier.cluster.arrive.relaxed; barrier.cluster.wait;", ""),
         (STORE_THERE, "", "race"),
-        (STORE_THERE + ARRIVE, AWAIT, ""),
-        (STORE_THERE, MEET, ""),
-        (MEET + ARRIVE, "", "barrier misuse"),
+        (STORE_THERE + ARRIVE_THERE, AWAIT, ""),
+        (STORE_THERE, TOGETHER, ""),
+        (TOGETHER + ARRIVE_THERE, "", "barrier misuse"),
     ],
 )
 @pytest.mark.parametrize("seed", range(4))
@@ -252,12 +389,12 @@ def test_a_cta_must_not_end_before_others_are_done_with_it(
 ) -> None:
     """Whichever of the two is first, in this run."""
     body = f"""
-    {CLUSTER}
+    {PEERS}
     not.pred %p5, %p2;
     and.pred %p3, %p1, %p5;
     @%p1 mbarrier.init.shared.b64 [smem], 1;
     fence.mbarrier_init.release.cluster;
-    {MEET}
+    {TOGETHER}
     {act}
     bar.warp.sync -1;
     {end}

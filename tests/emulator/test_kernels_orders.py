@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from . import test_kernels_gemm as gemm
 from . import test_kernels_memory as memory
 from . import test_kernels_tma as tma
 from .kernels.launch import ON_GPU, ordered
+from .sm100 import run
 
 
 def bulk() -> None:
@@ -45,3 +47,29 @@ def test_order(name: str, order: str) -> None:
     for seed in range(1 if order == "deferred" or "gemm" in name else 3):
         with ordered(order, seed):
             KERNELS[name]()
+
+
+# Warp 1 waits for the end of the phase before the first, which has ended unless it comes late.
+LATE = """
+    @!%p1 bra INITED;
+    mbarrier.init.shared.b64 [smem], 1;
+    INITED:
+    bar.sync 0;
+    @%p0 bra ARRIVES;
+    WAITS:
+    mbarrier.try_wait.parity.shared.b64 %p3, [smem], 1;
+    @!%p3 bra WAITS;
+    bra ENDS;
+    ARRIVES:
+    @%p1 mbarrier.arrive.shared.b64 %d4, [smem];
+    ENDS:
+"""
+
+
+def test_in_random_order_some_warps_come_late() -> None:
+    def found(**options: Any) -> set[str]:
+        nothing = np.zeros(1, np.uint32)
+        return {f.kind for f in run(LATE, nothing, nothing, threads=64, **options).findings}
+
+    assert not found(order="eager") | found(order="deferred")
+    assert set().union(*(found(order="random", seed=seed) for seed in range(8))) == {"deadlock"}

@@ -526,6 +526,20 @@ PAIR_FAULTS = [
         "tcgen05.cp",
     ),
     Fault(
+        "nobody arrives at the cluster's barrier",
+        {"barrier.cluster.arrive;": ""},
+        "barrier misuse",
+        r"wait at the cluster's barrier that have not arrived there",
+        "barrier.cluster.wait",
+    ),
+    Fault(
+        "arrives at the cluster's barrier twice",
+        {"barrier.cluster.wait;": "barrier.cluster.arrive;\nbarrier.cluster.wait;"},
+        "barrier misuse",
+        r"not waited since arrive at the cluster's barrier again",
+        "barrier.cluster.arrive",
+    ),
+    Fault(
         "another cta_group",
         {COPY: COPY.replace("::2", "::1")},
         "tensor memory misuse",

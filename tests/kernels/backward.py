@@ -1,6 +1,7 @@
 """Backward on the emulator, checker on, against float64: what its tests share."""
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,6 +21,8 @@ CAUSAL = replace(FULL, causal=True)
 D64 = replace(CAUSAL, head_dim=64, head_dim_v=64)
 D64_FULL = replace(D64, causal=False)
 D256 = replace(CAUSAL, head_dim=256, head_dim_v=256)
+# Of random orders. `HOPWELL_SEEDS=20 pytest tests/kernels/test_bwd_sm*.py` is the whole of it.
+SEEDS = range(int(os.environ.get("HOPWELL_SEEDS", "4")))
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -176,7 +179,7 @@ def reported(
         heads_first,
         sms,
         outputs=gradients if outputs else (),
-        options=emulator.Options(**options),
+        options=emulator.Options(strict=True, **options),
     )
     return tuple(x.transpose(1, 2) if heads_first else x for x in gradients), report
 

@@ -77,7 +77,7 @@ def case(
 def run(facts: ForwardFacts, c: Case, outputs: bool = True, **options: Any) -> None:
     """Every byte of the outputs must be written, unless `outputs` says not to look."""
     written = (c.o, c.lse) if outputs else ()
-    chosen = emulator.Options(**options)
+    chosen = emulator.Options(strict=True, **options)
     emulator.run(build(facts).call, *c.arguments, outputs=written, options=chosen)
     assert c.counter.item() == 0
 
@@ -126,7 +126,7 @@ def test_fp16() -> None:
 
 
 @pytest.mark.parametrize("facts", [D64, D64_FULL], ids=["causal", "full"])
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 3.0])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 3.0, 1e6])
 def test_any_scale(facts: ForwardFacts, scale: float) -> None:
     facts = replace(facts, negative_scale=scale < 0)
     c = case(facts, 150, 200, scale=scale)
@@ -293,7 +293,7 @@ def test_any_order_of_completion(facts: ForwardFacts, order: str) -> None:
 
 def run_on(ctas: int, facts: ForwardFacts, c: Case, **options: Any) -> Counters:
     """`run` on so many CTAs, in place of one for each tile: each takes several from the queue."""
-    session = Session(emulator.Options(**options))
+    session = Session(emulator.Options(strict=True, **options))
     with loader.intercept(lambda launch: session.launch(replace(launch, grid=(ctas, 1, 1)))):
         session.call(build(facts).call, *c.arguments, outputs=(c.o, c.lse))
     assert c.counter.item() == 0

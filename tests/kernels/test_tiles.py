@@ -19,6 +19,7 @@ from hopwell.kernels.tiles import (
     has_pair,
     padded_head_dim,
 )
+from hopwell.kernels.tiles_bwd_sm100 import BACKWARD_BLACKWELL, blackwell_backward_tiles
 from hopwell.layouts.hardware import registers_at_entry
 from hopwell.layouts.tmem_map import TmemMap
 
@@ -325,3 +326,55 @@ def test_every_pair_of_head_dims_has_a_row_of_blackwell() -> None:
     for arch, dims in (("sm_90a", (64, 64)), ("sm_100a", (264, 64))):
         with pytest.raises(LookupError, match=f"no forward tiles for {arch}"):
             blackwell_tiles(arch, *dims)
+
+
+def test_rows_of_blackwells_backward_give_a_reason_and_fit() -> None:
+    keys = [(row.head_dim, row.head_dim_v) for row in BACKWARD_BLACKWELL]
+    assert len(set(keys)) == len(keys) == len({row.reason for row in BACKWARD_BLACKWELL})
+    for row in BACKWARD_BLACKWELL:
+        assert f"{row.smem_bytes // 1024} KiB" in row.reason
+
+
+def test_sizes_of_rows_of_blackwells_backward() -> None:
+    alone, pair, folded = (blackwell_backward_tiles("sm_100a", d, d) for d in (120, 128, 256))
+    assert [row.tile_kv for row in (alone, pair, folded)] == [128, 256, 128]
+    assert [row.keys for row in (alone, pair, folded)] == [128, 128, 64]
+    assert alone.slot_bytes == 2 * pair.slot_bytes == 32 * 1024
+    assert alone.dq_block == (128, 128) and pair.dq_block == (128, 64)
+    assert pair.tmem.columns == {
+        "s": (0, 128),
+        "dp": (128, 128),
+        "dv": (256, 128),
+        "dk": (384, 128),
+    }
+    assert folded.tmem.columns["dq"] == (384, 128)
+    assert pair.workspace_floats(2, 3, 129, True) == 6 * 2 * (128 * 130 + 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": 1}, r"stages=1: needs two"),
+        ({"stages": 20}, r"smem_bytes=\d+: a CTA has 232448"),
+        ({"registers_compute": 200}, r"registers=\d+: an SM has 65536"),
+        ({"borrow_as_dq": "dv"}, r"borrow_as_dq='dv': needs 's', 'dp' or None"),
+        ({"borrow_as_dq": "s"}, r"borrow_as_dq='s': needs score_buffers=2"),
+        ({"borrow_as_dq": None}, r"ends at column \d+: there are 512"),
+        ({"folded": True, "pair": False}, r"folded=True: the accumulators of a pair"),
+        ({"head_dim": 12}, r"head_dim=12: needs a multiple of 8"),
+    ],
+)
+def test_a_row_of_blackwells_backward_that_cannot_run_is_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(blackwell_backward_tiles("sm_100a", 128, 128), **change)
+
+
+def test_every_pair_of_head_dims_has_a_row_of_blackwells_backward() -> None:
+    for dims in itertools.product(HEAD_DIMS, HEAD_DIMS):
+        row = blackwell_backward_tiles("sm_100a", *dims)
+        assert (row.head_dim, row.head_dim_v) == dims
+        assert blackwell_backward_tiles("sm_103a", *dims).fma_pairs == 0
+    with pytest.raises(LookupError, match="no backward tiles for sm_90a"):
+        blackwell_backward_tiles("sm_90a", 64, 64)
