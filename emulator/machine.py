@@ -168,12 +168,12 @@ class Cluster:
         self.tmem_granted: dict[int, int] = {}
         self.ctas = [Cta(self, rank) for rank in range(size)]
         self.running = False
+        # Who has waited for the kernels before to end has seen this agent, at this epoch.
+        self.kernels_before = self.clocks.agent("kernels before", "the kernels before"), 0
         # In order "random", warps that move only while nothing else can: who waits for something
         # that ends too soon, and comes in time by luck, comes too late then.
         self.slow: set[int] = set()
         self.woken = -1  # the one of them that may move now
-        # Who has waited for the kernels before to end has seen this agent, at this epoch.
-        self.kernels_before = self.clocks.agent("kernels before", "the kernels before"), 0
 
     def start(self, first: tuple[int, int, int]) -> None:
         """Starts the cluster whose first CTA has the given index."""

@@ -687,7 +687,7 @@ class Tcgen05(Copies):
                 for one in barriers:
                     self._sees_init(one, only, site)
                 for cta, _ in found:
-                    if self.machine.options.strict and cta is not self.cta:
+                    if cta is not self.cta and self.machine.options.strict:
                         cta.reached[pipe.agent] = (epoch, "an mbarrier", "barrier misuse", site)
                 clock = self._release(only, None)
 

@@ -61,7 +61,7 @@ BY_SMEM = "self.instruction(leader, d, a.step(k)"  # A in shared memory
 BY_TMEM = "self.instruction(leader, d, a + k"
 WRITE = "cute.autovec_copy(octet, target)"
 HAND_OUT = "store_to_cta(octet, target, cta)"
-DS_FREE = "        rings.mma_dq.wait(number - 1)  # which read dS of the tile before"
+DS_FREE = "            rings.mma_dq.wait(number - 1)\n"
 NEXT_S = (
     "                if number + ahead < total:\n"
     "                    self.issue_s(rings, operands, number + ahead)\n"
@@ -110,7 +110,7 @@ class BlackwellBackwardFault(SourceFault):
 FAULTS = [
     BlackwellBackwardFault(
         "dS is written to the other CTA where dQ of the tile before may still read it",
-        {DS_FREE: "        #"},
+        {DS_FREE: "            pass\n"},
         races=(Race("shared", DS_HANDED_OUT, PRODUCT_READS),),
         tiles=PAIR_TWO_S,
     ),
