@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from .recording import Recording
 from .translate import CLASSES
 
 
@@ -26,6 +27,7 @@ class Options:
             cutting off where it does; slower.
         strict: report also what PTX forbids and processors are known to bear: registers of a
             tcgen05.ld that are used before tcgen05.wait::ld.
+        record: keep what every warp does, for `emulator.cost`; in order "eager".
     """
 
     check: bool = True
@@ -36,6 +38,7 @@ class Options:
     max_findings: int = 20
     exact: bool = False
     strict: bool = False
+    record: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,10 +127,11 @@ class Counters:
 
 @dataclass
 class Report:
-    """Findings and counters of all launches of a session, in order."""
+    """Findings, counters and recordings of all launches of a session, in order."""
 
     findings: list[Finding] = field(default_factory=list)
     launches: list[Counters] = field(default_factory=list)
+    recordings: list[list[Recording]] = field(default_factory=list)  # of a launch: its CTAs
 
     @property
     def counters(self) -> Counters:

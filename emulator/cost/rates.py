@@ -1,0 +1,122 @@
+"""Rates and latencies, a table a GPU, each number with its source.
+
+`micro` as a source is `python -m hopwell.benchmarks.micro` on one H200; `assumed` says of a number
+that nobody measured, and what it was taken from. Nothing of Blackwell was measured here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+class Known(float):
+    """A number and where it is from."""
+
+    source: str
+
+    def __new__(cls, value: float, source: str) -> Known:
+        made = super().__new__(cls, value)
+        made.source = source
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU. Rates are of an SM and a clock, latencies in clocks, unless they say otherwise."""
+
+    name: str
+    sms: int
+    clock_mhz: Known  # of the SMs, under no limit of power
+    throttle: Known  # the share of that clock which is left when attention runs for long
+    schedulers: int = 4  # warp w of a CTA is on scheduler w % 4
+    issue: Known  # warp-instructions of a scheduler
+    fma_lanes: Known  # FP32 additions, multiplications, FMAs
+    packed_fma_lanes: Known  # of those on pairs, each lane counted once
+    alu_lanes: Known  # integers, logic, comparisons, maxima, selections
+    convert_lanes: Known  # pairs of FP32 to 16 bits
+    mufu_lanes: Known
+    exchange_lanes: Known  # shuffles, and accesses to shared memory
+    shared_bytes: Known  # of shared memory, also for operands of the tensor cores
+    tensor: Known  # share of the peak rate, which `wgmma_clocks` and `Plan.clocks` count in
+    beside_tensor: Known  # share of their rates that is left to other units while the tensor cores run
+    tmem_bytes: Known  # of a warp: tcgen05.ld and st; 0 where there is no tensor memory
+    l2_bytes: Known  # to an SM, when all read
+    dram_bytes: Known  # GB/s of the GPU
+    alu_latency: Known
+    mufu_latency: Known
+    exchange_latency: Known
+    branch_latency: Known
+    global_latency: Known  # a load or an atomic of a lane
+    mbarrier_latency: Known  # from the last arrival until a waiting warp goes on
+    barrier_latency: Known  # the same of bar.sync
+    tma_latency: Known  # from the copy's issue until its bytes are counted
+    tma_issue: Known  # between two boxes
+    mma_latency: Known  # from the last product's end until a waiting warp, or mbarrier, knows
+    mma_start: Known  # from the issue of a product until the tensor cores begin
+    tmem_latency: Known
+    launch_us: Known  # between two kernels in one stream
+    start: Known  # from the start of a CTA to its first instruction
+
+
+_NVIDIA = "NVIDIA, CUDA programming guide, throughput of native arithmetic instructions"
+_H200 = Gpu(
+    name="H200",
+    sms=132,
+    clock_mhz=Known(1980, "nvidia-smi, highest SM clock"),
+    throttle=Known(0.86, "fitted, docs/cost.md"),
+    issue=Known(1, "NVIDIA, Hopper architecture whitepaper"),
+    fma_lanes=Known(128, _NVIDIA),
+    packed_fma_lanes=Known(128, "no packed FMA on sm_90"),
+    alu_lanes=Known(64, _NVIDIA),
+    convert_lanes=Known(64, _NVIDIA),
+    mufu_lanes=Known(16, _NVIDIA),
+    exchange_lanes=Known(32, _NVIDIA),
+    shared_bytes=Known(128, "NVIDIA, Hopper tuning guide"),
+    tensor=Known(1, "NVIDIA, Hopper architecture whitepaper: 4096 FLOP of 16-bit types"),
+    beside_tensor=Known(0.6, "assumed; benchmarks/NOTES.md: about half"),
+    tmem_bytes=Known(0, "none"),
+    l2_bytes=Known(40, "assumed"),
+    dram_bytes=Known(4800, "NVIDIA, H200 data sheet"),
+    alu_latency=Known(4.5, "assumed"),
+    mufu_latency=Known(18, "assumed"),
+    exchange_latency=Known(24, "assumed"),
+    branch_latency=Known(10, "assumed"),
+    global_latency=Known(700, "assumed"),
+    mbarrier_latency=Known(30, "assumed"),
+    barrier_latency=Known(20, "assumed"),
+    tma_latency=Known(650, "assumed"),
+    tma_issue=Known(4, "assumed"),
+    mma_latency=Known(30, "assumed"),
+    mma_start=Known(20, "assumed"),
+    tmem_latency=Known(0, "none"),
+    launch_us=Known(1.5, "assumed"),
+    start=Known(700, "assumed"),
+)
+_H100 = replace(
+    _H200,
+    name="H100",
+    dram_bytes=Known(3350, "NVIDIA, H100 SXM data sheet"),
+)
+_B200 = replace(
+    _H200,
+    name="B200",
+    sms=148,
+    clock_mhz=Known(1965, "reported by FlashAttention-4's authors' runs; NVIDIA: 2.25 PFLOP/s"),
+    throttle=Known(0.92, "assumed"),
+    packed_fma_lanes=Known(256, "reported: packed FMAs count twice"),
+    tensor=Known(1, "NVIDIA: 2.25 PFLOP/s dense, 8192 FLOP of 16-bit types"),
+    beside_tensor=Known(1, "assumed: products read no registers"),
+    tmem_bytes=Known(128, "reported: 16 TB/s... a lane 4 bytes a clock"),
+    l2_bytes=Known(45, "assumed"),
+    dram_bytes=Known(8000, "NVIDIA, B200 data sheet"),
+    mma_latency=Known(60, "assumed"),
+    mma_start=Known(40, "assumed"),
+    tmem_latency=Known(30, "assumed"),
+)
+_B300 = replace(
+    _B200,
+    name="B300",
+    mufu_lanes=Known(32, "NVIDIA, Blackwell Ultra: twice the exponentials"),
+)
+GPUS = {gpu.name: gpu for gpu in (_H100, _H200, _B200, _B300)}
+DEFAULT = {"sm_90a": "H200", "sm_100a": "B200", "sm_103a": "B300"}  # by SM version

@@ -1,0 +1,428 @@
+"""One SM's run in modelled time: a discrete-event replay of what the emulator recorded.
+
+Warps go through their streams. A stretch of instructions shares its scheduler's units with those of
+other warps, as a fluid: each advances at the rate that the busiest unit leaves it. Tensor cores and
+TMA are engines that serve one request after the other. A wait ends when the point that it waits
+for has had every arrival that was recorded, and the latency of the hand-over has passed; who waits
+for whom is thus the emulator's, and only how long anything takes is the model's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..recording import (
+    Arrive,
+    Commit,
+    Copy,
+    Drain,
+    Effect,
+    Mma,
+    MmaCommit,
+    Point,
+    Products,
+    Recording,
+    Step,
+    Store,
+    Stretch,
+    TmemMove,
+    TmemWait,
+    Wait,
+)
+from .rates import Gpu
+from .work import UNITS, Work, measure
+
+Kind = Literal["work", "wait", "busy"]
+WARPGROUP = 4  # warps
+
+
+@dataclass(frozen=True)
+class Span:
+    """Clocks [start, end) of a lane: a warp's work or wait, or an engine's being busy."""
+
+    lane: str  # "warp 4", "tensor", "tma", with the CTA's rank before it in a cluster
+    start: float
+    end: float
+    kind: Kind
+    site: int  # of the instruction that it is about; of a stretch, its first
+    visit: int = 0  # how often the lane came by there before
+    nbytes: int = 0
+    warp: int = -1  # of an engine's: who asked
+    parts: tuple[tuple[int, int, int], ...] = ()  # of a stretch
+
+
+@dataclass
+class Replay:
+    """What came out: clocks, and spans of every lane in order."""
+
+    gpu: Gpu
+    clocks: float
+    spans: list[Span]
+
+    def busy(self, lane: str, kind: Kind = "busy") -> float:
+        """Clocks that a lane spent so."""
+        return sum(s.end - s.start for s in self.spans if s.lane == lane and s.kind == kind)
+
+
+class Signal:
+    """Something that happens once."""
+
+    def __init__(self, expected: int = 1) -> None:
+        self.expected = expected
+        self.time: float | None = None
+        self.waiting: list[Callable[[], None]] = []
+
+
+@dataclass(eq=False)
+class _Running:
+    """A stretch on a scheduler."""
+
+    work: Work
+    then: Callable[[], None]
+    left: float = 1.0  # share of it
+    rate: float = 1.0  # share of its speed alone
+
+
+class _Scheduler:
+    """The units of a quarter of an SM, shared by the stretches that run on it."""
+
+    def __init__(self, sim: _Sim) -> None:
+        self.sim = sim
+        self.running: list[_Running] = []
+        self.share = 1.0  # of the units' rates
+        self.since = 0.0
+        self.version = 0
+
+    def add(self, work: Work, then: Callable[[], None]) -> None:
+        self._advance()
+        self.running.append(_Running(work, then))
+        self._plan()
+
+    def limit(self, share: float) -> None:
+        """From now on units have this share of their rates."""
+        if share != self.share:
+            self._advance()
+            self.share = share
+            self._plan()
+
+    def _advance(self) -> None:
+        passed, self.since = self.sim.now - self.since, self.sim.now
+        for one in self.running:
+            one.left -= passed * one.rate / one.work.alone
+
+    def _plan(self) -> None:
+        """Rates from now on, and when the next stretch ends."""
+        load = [0.0] * len(UNITS)
+        for one in self.running:
+            for i, clocks in enumerate(one.work.units):
+                load[i] += clocks / one.work.alone
+        for one in self.running:
+            used = [self.share / load[i] for i, clocks in enumerate(one.work.units) if clocks]
+            one.rate = min([1.0, *used])
+        self.version += 1
+        if self.running:
+            soonest = min(one.left * one.work.alone / one.rate for one in self.running)
+            version = self.version
+            self.sim.at(self.sim.now + max(soonest, 0.0), lambda: self._end(version))
+
+    def _end(self, version: int) -> None:
+        if version != self.version:
+            return
+        self._advance()
+        ended = [one for one in self.running if one.left < 1e-9]
+        self.running = [one for one in self.running if one.left >= 1e-9]
+        self._plan()
+        for one in ended:
+            one.then()
+
+
+class _Tensor:
+    """The tensor cores of one SM."""
+
+    def __init__(self, sim: _Sim, lane: str, schedulers: list[_Scheduler]) -> None:
+        self.sim, self.lane, self.schedulers = sim, lane, schedulers
+        self.free = 0.0
+        self.jobs = 0
+
+    def begin(self) -> None:
+        self.jobs += 1
+        for scheduler in self.schedulers:
+            scheduler.limit(self.sim.gpu.beside_tensor)
+
+    def end(self) -> None:
+        self.jobs -= 1
+        if not self.jobs:
+            for scheduler in self.schedulers:
+                scheduler.limit(1.0)
+
+
+@dataclass(eq=False)
+class _Cta:
+    schedulers: list[_Scheduler]
+    tensor: _Tensor
+    tma_free: float = 0.0
+    prefix: str = ""
+
+
+@dataclass(eq=False)
+class _Warp:
+    """One warp's way through its stream."""
+
+    number: int
+    cta: _Cta
+    lane: str
+    steps: list[Step]
+    recording: Recording
+    open: dict[str, list[Signal]] = field(default_factory=lambda: {"wgmma": [], "bulk": []})
+    groups: dict[str, list[Signal]] = field(default_factory=lambda: {"wgmma": [], "bulk": []})
+    moves: dict[str, list[Signal]] = field(default_factory=lambda: {"ld": [], "st": []})
+    tmem_free: float = 0.0
+    mmas: list[Signal] = field(default_factory=list)
+    peeked: list[Point] = field(default_factory=list)
+    products: int = 0
+    visits: Counter[int] = field(default_factory=Counter)
+
+
+class _Sim:
+    def __init__(self, recordings: Sequence[Recording], gpu: Gpu) -> None:
+        self.gpu, self.now = gpu, 0.0
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.count = itertools.count()
+        self.spans: list[Span] = []
+        self.points: dict[Point, Signal] = {}
+        self.meetings: dict[tuple[int, int, int], int] = {}
+        self.works: dict[tuple, Work] = {}
+        self.spins: dict[int, bool] = {}
+        self.warps: list[_Warp] = []
+        expected: Counter[Point] = Counter()
+        for recording in recordings:
+            prefix = f"cta {recording.rank} " if len(recordings) > 1 else ""
+            schedulers = [_Scheduler(self) for _ in range(gpu.schedulers)]
+            cta = _Cta(schedulers, _Tensor(self, f"{prefix}tensor", schedulers), prefix=prefix)
+            for number, steps in sorted(recording.streams().items()):
+                self.warps.append(_Warp(number, cta, f"{prefix}warp {number}", steps, recording))
+                for step in steps:
+                    if isinstance(step, Arrive):
+                        expected[step.point] += 1
+                    elif isinstance(step, (Copy, MmaCommit)):
+                        expected.update(step.points)
+        self.points = {point: Signal(count) for point, count in expected.items()}
+        self.ctas = {w.recording.rank: w.cta for w in self.warps}
+
+    # Time ----------------------------------------------------------------------------------------
+
+    def at(self, time: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (max(time, self.now), next(self.count), act))
+
+    def reach(self, signal: Signal, time: float) -> None:
+        """One arrival at a signal, at a time from now on; the last of them is what counts."""
+        signal.expected -= 1
+        if signal.expected <= 0:
+            def happen() -> None:
+                signal.time = self.now
+                for act in signal.waiting:
+                    act()
+
+            self.at(time, happen)
+
+    def arrive(self, point: Point, time: float) -> None:
+        signal = self.points[point]
+        mbarrier = point[0] != "bar"
+        latency = self.gpu.mbarrier_latency if mbarrier else self.gpu.barrier_latency
+        # The latest arrival ends the phase, whichever was asked for last.
+        self.at(time, lambda: self.reach(signal, self.now + latency))
+
+    def span(self, warp: _Warp, start: float, kind: Kind, site: int, stretch: Stretch | None) -> None:
+        if self.now > start:
+            parts = stretch.parts if stretch else ()
+            visit = warp.visits[site]
+            self.spans.append(Span(warp.lane, start, self.now, kind, site, visit, parts=parts))
+
+    # Warps ---------------------------------------------------------------------------------------
+
+    def run(self) -> float:
+        for warp in self.warps:
+            self._resume(self._life(warp))
+        while self.queue:
+            self.now, _, act = heapq.heappop(self.queue)
+            act()
+        stuck = [w.lane for w in self.warps if w.steps]
+        if stuck:
+            raise RuntimeError(f"the replay stands still: {', '.join(stuck)}")
+        return max(span.end for span in self.spans)
+
+    def _resume(self, life: Generator[Callable[[Callable[[], None]], None], None, None]) -> None:
+        """Goes on until the warp has to wait: it yields what calls back when it is over."""
+        ask = next(life, None)
+        if ask is not None:
+            ask(lambda: self._resume(life))
+
+    def _life(self, warp: _Warp) -> Generator[Callable[[Callable[[], None]], None], None, None]:
+        yield lambda then: self.at(self.gpu.start, then)
+        for step in warp.steps:
+            start = self.now
+            if isinstance(step, Stretch):
+                work = self._work(warp.recording, step)
+                if work.alone:
+                    scheduler = warp.cta.schedulers[warp.number % self.gpu.schedulers]
+                    yield lambda then, s=scheduler, w=work: s.add(w, then)
+                    first = warp.recording.instructions(step)[0].index
+                    self.span(warp, start, "work", first, step)
+                    warp.visits[first] += 1
+                continue
+            for signal in self._before(warp, step):
+                if signal.time is None:
+                    yield signal.waiting.append
+            self.span(warp, start, "wait", step.site, None)
+            self._act(warp, step)
+            warp.visits[step.site] += 1
+        warp.steps = []
+
+    def _work(self, recording: Recording, stretch: Stretch) -> Work:
+        if stretch.parts not in self.works:
+            self.works[stretch.parts] = measure(recording.instructions(stretch), self.gpu)
+        return self.works[stretch.parts]
+
+    def _before(self, warp: _Warp, effect: Effect) -> list[Signal]:
+        """What has to have happened for a warp to go on."""
+        if isinstance(effect, Wait):
+            if not self._spins(warp.recording, effect.site):
+                warp.peeked.append(effect.point)
+                return []
+            return self._reached([effect.point])
+        if isinstance(effect, Drain):
+            groups = warp.groups[effect.queue]
+            return groups[: len(groups) - effect.keep]
+        if isinstance(effect, TmemWait):
+            return warp.moves[effect.kind]
+        if isinstance(effect, (Products, Mma, Copy)):
+            points, warp.peeked = warp.peeked, []
+            return self._reached(points)
+        return []
+
+    def _reached(self, points: list[Point]) -> list[Signal]:
+        """What nobody is recorded to arrive at was reached before."""
+        return [self.points[point] for point in points if point in self.points]
+
+    def _spins(self, recording: Recording, site: int) -> bool:
+        """Whether a wait is tried again until it succeeds; else it is a glance ahead."""
+        if site not in self.spins:
+            kernel = recording.program.kernel
+            block = next(b for b in kernel.blocks if b.instructions and b.instructions[-1].index >= site)
+            near = kernel.blocks[block.index : block.index + 3]
+            targets = {
+                kernel.labels.get(str(i.operands[0]))
+                for b in near
+                for i in b.instructions
+                if i.parts[0] == "bra"
+            }
+            other = kernel.instructions[site].parts[0] != "mbarrier"
+            self.spins[site] = other or block.index in targets
+        return self.spins[site]
+
+    # What effects do -----------------------------------------------------------------------------
+
+    def _act(self, warp: _Warp, effect: Effect) -> None:
+        gpu = self.gpu
+        if isinstance(effect, Arrive):
+            self.arrive(effect.point, self.now)
+        elif isinstance(effect, Copy):
+            done = self._transfer(warp, effect, gpu.tma_latency)
+            for point in effect.points:
+                self.arrive(point, done)
+        elif isinstance(effect, Store):
+            signal = Signal()
+            self.reach(signal, self._transfer(warp, effect, gpu.tma_latency))
+            warp.open["bulk"].append(signal)
+        elif isinstance(effect, Commit):
+            opened, warp.open[effect.queue] = warp.open[effect.queue], []
+            warp.groups[effect.queue].append(self._all(opened))
+        elif isinstance(effect, Products):
+            warp.open["wgmma"].append(self._products(warp, effect))
+        elif isinstance(effect, Mma):
+            ctas = list(self.ctas.values()) if effect.pair else [warp.cta]
+            warp.mmas.append(self._tensor(warp, effect, ctas))
+        elif isinstance(effect, MmaCommit):
+            last = self._all(warp.mmas[-1:])
+            for point in effect.points:
+                self._when(last, lambda point=point: self.arrive(point, self.now))
+        elif isinstance(effect, TmemMove):
+            signal = Signal()
+            begin = max(self.now, warp.tmem_free)
+            warp.tmem_free = begin + effect.nbytes / gpu.tmem_bytes
+            self.reach(signal, warp.tmem_free + gpu.tmem_latency)
+            warp.moves[effect.kind].append(signal)
+        elif isinstance(effect, TmemWait):
+            warp.moves[effect.kind] = []
+
+    def _when(self, signal: Signal, act: Callable[[], None]) -> None:
+        if signal.time is None:
+            signal.waiting.append(act)
+        else:
+            act()
+
+    def _all(self, signals: list[Signal]) -> Signal:
+        """When all have happened; at once if there are none."""
+        made = Signal(max(1, len(signals)))
+        if not signals:
+            self.reach(made, self.now)
+            made.time = self.now
+        for signal in signals:
+            self._when(signal, lambda: self.reach(made, self.now))
+        return made
+
+    def _transfer(self, warp: _Warp, effect: Copy | Store, latency: float) -> float:
+        """When a copy by TMA is done."""
+        cta, gpu = warp.cta, self.gpu
+        begin = max(self.now, cta.tma_free)
+        cta.tma_free = begin + max(effect.nbytes / gpu.l2_bytes, gpu.tma_issue)
+        done = cta.tma_free + latency
+        self._engine(f"{cta.prefix}tma", warp, effect.site, begin, cta.tma_free, effect.nbytes)
+        return done
+
+    def _engine(
+        self, lane: str, warp: _Warp, site: int, begin: float, end: float, nbytes: int
+    ) -> None:
+        visit = warp.visits[site]
+        self.spans.append(Span(lane, begin, end, "busy", site, visit, nbytes, warp.number))
+
+    def _products(self, warp: _Warp, effect: Products) -> Signal:
+        """Products begin when the last of the four warps asks."""
+        key = (warp.recording.rank, warp.number // WARPGROUP, warp.products)
+        warp.products += 1
+        together = self.points.setdefault(("wgmma", *key), Signal())
+        met = self.meetings.get(key, 0) + 1
+        self.meetings[key] = met
+        if met == WARPGROUP:
+            done = self._tensor(warp, effect, [warp.cta])
+            self._when(done, lambda: self.reach(together, self.now))
+        return together
+
+    def _tensor(self, warp: _Warp, effect: Products | Mma, ctas: list[_Cta]) -> Signal:
+        gpu = self.gpu
+        clocks = max(effect.clocks / gpu.tensor, effect.shared_bytes / gpu.shared_bytes)
+        begin = max(self.now + gpu.mma_start, *(cta.tensor.free for cta in ctas), 0.0)
+        done = Signal()
+        for cta in ctas:
+            cta.tensor.free = begin + clocks
+            self.at(begin, cta.tensor.begin)
+            self.at(begin + clocks, cta.tensor.end)
+            self._engine(cta.tensor.lane, warp, effect.site, begin, begin + clocks, 0)
+        self.reach(done, begin + clocks + gpu.mma_latency)
+        return done
+
+
+def replay(recordings: Sequence[Recording], gpu: Gpu) -> Replay:
+    """The run of the CTAs of one cluster, each on an SM of its own.
+
+    Raises:
+        RuntimeError: some warp waits for what no recorded one does.
+    """
+    sim = _Sim(recordings, gpu)
+    clocks = sim.run()
+    return Replay(gpu, clocks, sorted(sim.spans, key=lambda s: (s.start, s.lane)))
