@@ -83,7 +83,6 @@ class Configuration:
             return self._backward(*inputs)
         return tune.call(self.tiles, inputs, self.causal)
 
-
     def _backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
         """With an O of noise, and about the LSE that scores from N(0, 1) have."""
         batch, length, heads, head_dim = q.shape

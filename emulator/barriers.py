@@ -69,7 +69,8 @@ class Barriers(Accesses):
         return self._complete_named(named, site)
 
     def _meeting(self, named: NamedBarrier) -> Point:
-        return "bar", self.cta.rank, self.cta.named.index(named), named.generation
+        number = next(i for i, one in enumerate(self.cta.named) if one is named)
+        return "bar", self.cta.rank, number, named.generation
 
     def _complete_named(self, named: NamedBarrier, site: int) -> bool:
         need = named.expected or self.cta.live

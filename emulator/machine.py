@@ -280,7 +280,8 @@ class Machine:
     def record(self, cta: Cta) -> None:
         """Keeps what the units of a CTA do from now on."""
         logs = {unit.first // 32: unit.log_anew() for unit in cta.units}
-        made = Recording(self.program, cta.index, cta.rank, self.started, logs)
+        smem = self.launch.smem_bytes
+        made = Recording(self.program, cta.index, cta.rank, self.started, smem, logs)
         self.recordings.append(made)
 
     def source(self, site: int) -> str:

@@ -135,6 +135,7 @@ class Recording:
     cta: tuple[int, int, int]
     rank: int  # in its cluster
     cluster: int  # counted as they start
+    launch_smem: int  # bytes of dynamic shared memory
     logs: dict[int, list[Entry]] = field(default_factory=dict)
 
     def streams(self) -> dict[int, list[Step]]:

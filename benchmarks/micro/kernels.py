@@ -82,7 +82,9 @@ OPS = {
 SOFTMAX = tuple(OPS[name] for name in ("max", "fma", "ex2", "fma"))
 
 
-def rate(ops: Sequence[str], groups: int, beside: int, loops: int = 32, chains: int = CHAINS) -> Kernel:
+def rate(
+    ops: Sequence[str], groups: int, beside: int, loops: int = 32, chains: int = CHAINS
+) -> Kernel:
     """Clocks of UNROLL instructions `loops` times, by `groups` warpgroups at once.
 
     beside: columns of the products that one more warpgroup computes meanwhile; 0 for none.
@@ -268,7 +270,8 @@ def copies(rounds: int, stages: int, nbytes: int = STAGE_BYTES) -> Kernel:
     copy = f"""
 @lead mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {nbytes};
 add.s64 place, from, span;
-@lead cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [other], [place], {nbytes}, [at];
+@lead cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
+    [other], [place], {nbytes}, [at];
 add.s64 span, span, {nbytes};
 setp.ge.u64 go, span, limit;
 @go mov.u64 span, 0;

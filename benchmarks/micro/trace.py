@@ -52,9 +52,7 @@ add.s64 %trace_at, %trace_at, %trace_word;
 
 def _stamp(site: int) -> str:
     # A name of an instruction in a constant: its index, and whether it is behind it.
-    return (
-        f"\nmov.u32 %trace_site, {site};" + _STAMP.replace("{site}", "site").format()
-    )
+    return f"\nmov.u32 %trace_site, {site};" + _STAMP.replace("{site}", "site").format()
 
 
 def instrumented(ptx: str, kernel: Any) -> str:

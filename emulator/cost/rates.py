@@ -14,7 +14,7 @@ class Known(float):
 
     source: str
 
-    def __new__(cls, value: float, source: str) -> Known:
+    def __new__(cls, value: float, source: str = "") -> Known:
         made = super().__new__(cls, value)
         made.source = source
         return made
@@ -27,7 +27,8 @@ class Gpu:
     name: str
     sms: int
     clock_mhz: Known  # of the SMs, under no limit of power
-    throttle: Known  # the share of that clock which is left when attention runs for long
+    busy_mhz: Known  # lost for each share of the time that the tensor cores are busy,
+    busy_free: Known  # beyond this one: the limit of power
     schedulers: int = 4  # warp w of a CTA is on scheduler w % 4
     issue: Known  # warp-instructions of a scheduler
     fma_lanes: Known  # FP32 additions, multiplications, FMAs
@@ -38,7 +39,9 @@ class Gpu:
     exchange_lanes: Known  # shuffles, and accesses to shared memory
     shared_bytes: Known  # of shared memory, also for operands of the tensor cores
     tensor: Known  # share of the peak rate, which `wgmma_clocks` and `Plan.clocks` count in
-    beside_tensor: Known  # share of their rates that is left to other units while the tensor cores run
+    beside_tensor: (
+        Known  # share of their rates that other units keep while the tensor cores run
+    )
     tmem_bytes: Known  # of a warp: tcgen05.ld and st; 0 where there is no tensor memory
     l2_bytes: Known  # to an SM, when all read
     dram_bytes: Known  # GB/s of the GPU
@@ -56,6 +59,12 @@ class Gpu:
     tmem_latency: Known
     launch_us: Known  # between two kernels in one stream
     start: Known  # from the start of a CTA to its first instruction
+    l2_add_bytes: Known  # that lanes add to global memory, when all SMs do
+    l2_add_queue: Known  # bytes on their way, beyond which who adds has to wait
+
+    def mhz(self, tensor: float) -> float:
+        """The clock that the card keeps, with the tensor cores busy for that share of the time."""
+        return self.clock_mhz - self.busy_mhz * max(0.0, tensor - self.busy_free)
 
 
 _NVIDIA = "NVIDIA, CUDA programming guide, throughput of native arithmetic instructions"
@@ -63,7 +72,8 @@ _H200 = Gpu(
     name="H200",
     sms=132,
     clock_mhz=Known(1980, "nvidia-smi, highest SM clock"),
-    throttle=Known(0.86, "fitted, docs/cost.md"),
+    busy_mhz=Known(800, "fitted: docs/cost.md"),
+    busy_free=Known(0.39, "fitted: docs/cost.md"),
     issue=Known(1, "NVIDIA, Hopper architecture whitepaper"),
     fma_lanes=Known(128, _NVIDIA),
     packed_fma_lanes=Known(128, "no packed FMA on sm_90"),
@@ -73,7 +83,7 @@ _H200 = Gpu(
     exchange_lanes=Known(32, _NVIDIA),
     shared_bytes=Known(128, "NVIDIA, Hopper tuning guide"),
     tensor=Known(1, "NVIDIA, Hopper architecture whitepaper: 4096 FLOP of 16-bit types"),
-    beside_tensor=Known(0.6, "assumed; benchmarks/NOTES.md: about half"),
+    beside_tensor=Known(0.5, "benchmarks/NOTES.md: 1,000 clocks in place of 530"),
     tmem_bytes=Known(0, "none"),
     l2_bytes=Known(40, "assumed"),
     dram_bytes=Known(4800, "NVIDIA, H200 data sheet"),
@@ -91,6 +101,8 @@ _H200 = Gpu(
     tmem_latency=Known(0, "none"),
     launch_us=Known(1.5, "assumed"),
     start=Known(700, "assumed"),
+    l2_add_bytes=Known(11.4, "benchmarks/NOTES.md: 1,500 bytes a clock of the whole L2"),
+    l2_add_queue=Known(16384, "fitted: docs/cost.md"),
 )
 _H100 = replace(
     _H200,
@@ -102,7 +114,8 @@ _B200 = replace(
     name="B200",
     sms=148,
     clock_mhz=Known(1965, "reported by FlashAttention-4's authors' runs; NVIDIA: 2.25 PFLOP/s"),
-    throttle=Known(0.92, "assumed"),
+    busy_mhz=Known(200, "assumed"),
+    busy_free=Known(0.5, "assumed"),
     packed_fma_lanes=Known(256, "reported: packed FMAs count twice"),
     tensor=Known(1, "NVIDIA: 2.25 PFLOP/s dense, 8192 FLOP of 16-bit types"),
     beside_tensor=Known(1, "assumed: products read no registers"),

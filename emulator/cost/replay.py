@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -35,7 +35,7 @@ from ..recording import (
     Wait,
 )
 from .rates import Gpu
-from .work import UNITS, Work, measure
+from .work import IN_REGISTERS, UNITS, Work, measure
 
 Kind = Literal["work", "wait", "busy"]
 WARPGROUP = 4  # warps
@@ -52,8 +52,9 @@ class Span:
     site: int  # of the instruction that it is about; of a stretch, its first
     visit: int = 0  # how often the lane came by there before
     nbytes: int = 0
-    warp: int = -1  # of an engine's: who asked
-    parts: tuple[tuple[int, int, int], ...] = ()  # of a stretch
+    warp: int = -1  # whose it is; of an engine's, who asked
+    stretch: Stretch | None = None
+    units: tuple[float, ...] = ()  # of a stretch: clocks of its scheduler's `UNITS`
 
 
 @dataclass
@@ -117,13 +118,16 @@ class _Scheduler:
 
     def _plan(self) -> None:
         """Rates from now on, and when the next stretch ends."""
-        load = [0.0] * len(UNITS)
+        limits = [self.share] * IN_REGISTERS + [1.0] * (len(UNITS) - IN_REGISTERS)
         for one in self.running:
-            for i, clocks in enumerate(one.work.units):
-                load[i] += clocks / one.work.alone
-        for one in self.running:
-            used = [self.share / load[i] for i, clocks in enumerate(one.work.units) if clocks]
-            one.rate = min([1.0, *used])
+            one.rate = 1.0
+        for unit, limit in enumerate(limits):
+            asked = [one.work.units[unit] / one.work.alone for one in self.running]
+            if sum(asked) > limit:
+                level = _level(asked, limit)
+                for one, wanted in zip(self.running, asked, strict=True):
+                    if wanted > level:
+                        one.rate = min(one.rate, level / wanted)
         self.version += 1
         if self.running:
             soonest = min(one.left * one.work.alone / one.rate for one in self.running)
@@ -139,6 +143,17 @@ class _Scheduler:
         self._plan()
         for one in ended:
             one.then()
+
+
+def _level(asked: list[float], limit: float) -> float:
+    """What each may have at most, so that all together get the limit."""
+    left = sorted(asked)
+    for i, one in enumerate(left):
+        share = limit / (len(left) - i)
+        if one >= share:
+            return share
+        limit -= one
+    return left[-1]
 
 
 class _Tensor:
@@ -166,6 +181,7 @@ class _Cta:
     schedulers: list[_Scheduler]
     tensor: _Tensor
     tma_free: float = 0.0
+    adds_free: float = 0.0
     prefix: str = ""
 
 
@@ -185,7 +201,8 @@ class _Warp:
     mmas: list[Signal] = field(default_factory=list)
     peeked: list[Point] = field(default_factory=list)
     products: int = 0
-    visits: Counter[int] = field(default_factory=Counter)
+    visits: Counter[tuple[int, Kind]] = field(default_factory=Counter)
+    at: Effect | None = None
 
 
 class _Sim:
@@ -223,6 +240,7 @@ class _Sim:
         """One arrival at a signal, at a time from now on; the last of them is what counts."""
         signal.expected -= 1
         if signal.expected <= 0:
+
             def happen() -> None:
                 signal.time = self.now
                 for act in signal.waiting:
@@ -237,11 +255,18 @@ class _Sim:
         # The latest arrival ends the phase, whichever was asked for last.
         self.at(time, lambda: self.reach(signal, self.now + latency))
 
-    def span(self, warp: _Warp, start: float, kind: Kind, site: int, stretch: Stretch | None) -> None:
+    def span(
+        self,
+        warp: _Warp,
+        start: float,
+        kind: Kind,
+        site: int,
+        stretch: Stretch | None = None,
+        units: tuple[float, ...] = (),
+    ) -> None:
         if self.now > start:
-            parts = stretch.parts if stretch else ()
-            visit = warp.visits[site]
-            self.spans.append(Span(warp.lane, start, self.now, kind, site, visit, parts=parts))
+            where = warp.lane, start, self.now, kind, site, warp.visits[site, kind], 0, warp.number
+            self.spans.append(Span(*where, stretch, units))
 
     # Warps ---------------------------------------------------------------------------------------
 
@@ -251,9 +276,9 @@ class _Sim:
         while self.queue:
             self.now, _, act = heapq.heappop(self.queue)
             act()
-        stuck = [w.lane for w in self.warps if w.steps]
+        stuck = [f"{w.lane} at {w.at}" for w in self.warps if w.steps]
         if stuck:
-            raise RuntimeError(f"the replay stands still: {', '.join(stuck)}")
+            raise RuntimeError("\n".join(["the replay stands still", *stuck]))
         return max(span.end for span in self.spans)
 
     def _resume(self, life: Generator[Callable[[Callable[[], None]], None], None, None]) -> None:
@@ -271,16 +296,19 @@ class _Sim:
                 if work.alone:
                     scheduler = warp.cta.schedulers[warp.number % self.gpu.schedulers]
                     yield lambda then, s=scheduler, w=work: s.add(w, then)
+                    if work.added:
+                        yield lambda then, w=work: self.at(self._add(warp.cta, w.added), then)
                     first = warp.recording.instructions(step)[0].index
-                    self.span(warp, start, "work", first, step)
-                    warp.visits[first] += 1
+                    self.span(warp, start, "work", first, step, work.units)
+                    warp.visits[first, "work"] += 1
                 continue
+            warp.at = step
             for signal in self._before(warp, step):
                 if signal.time is None:
                     yield signal.waiting.append
-            self.span(warp, start, "wait", step.site, None)
+            self.span(warp, start, "wait", step.site)
             self._act(warp, step)
-            warp.visits[step.site] += 1
+            warp.visits[step.site, "wait"] += 1
         warp.steps = []
 
     def _work(self, recording: Recording, stretch: Stretch) -> Work:
@@ -313,7 +341,9 @@ class _Sim:
         """Whether a wait is tried again until it succeeds; else it is a glance ahead."""
         if site not in self.spins:
             kernel = recording.program.kernel
-            block = next(b for b in kernel.blocks if b.instructions and b.instructions[-1].index >= site)
+            block = next(
+                b for b in kernel.blocks if b.instructions and b.instructions[-1].index >= site
+            )
             near = kernel.blocks[block.index : block.index + 3]
             targets = {
                 kernel.labels.get(str(i.operands[0]))
@@ -385,10 +415,16 @@ class _Sim:
         self._engine(f"{cta.prefix}tma", warp, effect.site, begin, cta.tma_free, effect.nbytes)
         return done
 
+    def _add(self, cta: _Cta, nbytes: float) -> float:
+        """When a warp that adds to global memory goes on: what it added may still be on its way."""
+        gpu = self.gpu
+        cta.adds_free = max(self.now, cta.adds_free) + nbytes / gpu.l2_add_bytes
+        return cta.adds_free - gpu.l2_add_queue / gpu.l2_add_bytes
+
     def _engine(
         self, lane: str, warp: _Warp, site: int, begin: float, end: float, nbytes: int
     ) -> None:
-        visit = warp.visits[site]
+        visit = warp.visits[site, "wait"]
         self.spans.append(Span(lane, begin, end, "busy", site, visit, nbytes, warp.number))
 
     def _products(self, warp: _Warp, effect: Products) -> Signal:

@@ -14,6 +14,7 @@ from .rates import Gpu
 
 WARP = 32
 UNITS = ("issue", "fma", "alu", "mufu", "exchange")
+IN_REGISTERS = 4  # the first of them, which share the registers' ports with the tensor cores
 _MUFU = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}
 _FMA = {"add", "sub", "mul", "fma", "mad"}
 _FREE = {"mov", "cvta", "prefetch", "pragma", "griddepcontrol"}
@@ -27,21 +28,21 @@ class Work:
 
     alone: float  # clocks, with nothing else on its scheduler
     units: tuple[float, ...]  # clocks of the scheduler's part of each of `UNITS`
-
-    def __add__(self, other: Work) -> Work:
-        units = tuple(a + b for a, b in zip(self.units, other.units, strict=True))
-        return Work(self.alone + other.alone, units)
+    added: float = 0.0  # bytes, to global memory
 
 
 def measure(instructions: Iterable[Instruction], gpu: Gpu) -> Work:
     """The units' clocks, and the longer of the busiest unit's and the chain of dependences."""
-    totals = dict.fromkeys(UNITS, 0.0)
+    totals: dict[str, float] = dict.fromkeys(UNITS, 0.0)
     ready: dict[str, float] = {}
+    added = 0.0
     begin = end = 0.0  # of what follows the last branch; of everything
     for ins in instructions:
         unit, clocks, latency = _cost(ins, gpu)
         issues = 1.0 if clocks or latency else 0.0
         totals["issue"] += issues / gpu.issue
+        if ins.parts[0] == "red":
+            added += WARP * _access_bytes(ins)
         if unit:
             totals[unit] += clocks
         written, read = _registers(ins)
@@ -53,7 +54,7 @@ def measure(instructions: Iterable[Instruction], gpu: Gpu) -> Work:
             begin = done
         end = max(end, start + max(issues, clocks))
     units = tuple(totals[name] for name in UNITS)
-    return Work(max(end, *units), units)
+    return Work(max(end, *units), units, added)
 
 
 def _cost(ins: Instruction, gpu: Gpu) -> tuple[str, float, float]:
