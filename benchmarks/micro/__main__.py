@@ -36,7 +36,7 @@ def rates() -> list[dict[str, Any]]:
                     row = {"op": name, "warps": groups, "beside": beside, "chains": chains}
                     row["clocks"] = clocks / (kernels.UNROLL * loops * groups)
                     if beside:
-                        count = 16 * max(1, loops // 4)
+                        count = 16 * kernels.PRODUCT_LOOPS * loops
                         row["product"] = _span(found[2 * groups :]) / count
                         row["overlapped"] = _span(found[2 * groups :]) >= clocks
                     rows.append(row)
@@ -124,7 +124,8 @@ def launches(sms: int) -> dict[str, float]:
 
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), help="File for the JSON.")
-def main(out: Path | None) -> None:
+@click.option("--only", default="", help="Parts, separated by commas: rates,copies,...")
+def main(out: Path | None, only: str) -> None:
     """Measure rates and latencies of an SM on this machine's GPU."""
     facts = torch.cuda.get_device_properties()
     sms = facts.multi_processor_count
@@ -137,7 +138,8 @@ def main(out: Path | None) -> None:
         "copies": lambda: copies(sms),
         "rates": rates,
     }
-    for name, part in parts.items():
+    wanted = only.split(",") if only else list(parts)
+    for name, part in ((name, parts[name]) for name in wanted):
         try:
             found[name] = part()
         except RuntimeError as problem:  # the others are still worth their time

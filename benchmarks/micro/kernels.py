@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 UNROLL = 64
 CHAINS = 16
+PRODUCT_LOOPS = 2  # groups of 16 products for each loop that is measured: they last longer
 WARPGROUP = 128
 STAGE_BYTES = 16384  # of the copies that fill a ring
 STAGES = 8
@@ -97,6 +98,7 @@ def rate(
     total = groups + bool(beside)
     n = beside or 8
     products = f"""
+{" ".join(f"mov.f32 acc{i}, 0f00000000;" for i in range(n // 2))}
 setp.ge.u32 go, group, {groups};
 @!go bra MEASURE;
 mov.u32 i, 0;
@@ -105,9 +107,10 @@ PRODUCTS:
 {_products(n, 16, "desc")}
 wgmma.wait_group.sync.aligned 0;
 add.s32 i, i, 1;
-setp.lt.u32 go, i, {max(1, loops // 4)};
+setp.lt.u32 go, i, {PRODUCT_LOOPS * loops};
 @go bra PRODUCTS;
 mov.u64 t1, %clock64;
+{_used(n)}
 bra WRITE;
 MEASURE:
 """
@@ -160,6 +163,11 @@ def _product_registers(n: int) -> str:
     return f".reg .b64 desc; .reg .f32 acc<{n // 2}>; .reg .b32 a<4>;"
 
 
+def _used(n: int) -> str:
+    """Makes the compiler believe that every accumulator is used."""
+    return " ".join(f"add.f32 f0, f0, acc{i};" for i in range(n // 2))
+
+
 def _products(n: int, count: int, a: str) -> str:
     """`count` wgmmas m64nNk16 of bf16 into one accumulator, as one group; A from `a`."""
     acc = ", ".join(f"acc{i}" for i in range(n // 2))
@@ -177,7 +185,6 @@ def products(n: int, count: int, from_registers: bool, groups: int = 1) -> Kerne
     """
     a = "{a0, a1, a2, a3}" if from_registers else "desc"
     zero = " ".join(f"mov.f32 acc{i}, 0f00000000;" for i in range(n // 2))
-    used = " ".join(f"add.f32 f0, f0, acc{i};" for i in range(n // 2))
     body = f"""
 {_descriptors()}
 {" ".join(f"add.s32 a{i}, tid, {i};" for i in range(4))}
@@ -190,7 +197,7 @@ mov.u64 t0, %clock64;
 mov.u64 t1, %clock64;
 wgmma.wait_group.sync.aligned 0;
 mov.u64 t2, %clock64;
-{used}
+{_used(n)}
 {_keep()}
 and.b32 at, tid, {WARPGROUP - 1};
 setp.eq.u32 lead, at, 0;

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,15 @@ def instrumented(ptx: str, kernel: Any) -> str:
     return ptx[:end].rstrip() + ",\n\t.param .u64 trace\n" + ptx[end:]
 
 
-def capture(shape: tuple[int, int, int, int], causal: bool) -> dict[str, Any]:
+def capture(
+    shape: tuple[int, int, int, int], causal: bool, stages: int | None = None
+) -> dict[str, Any]:
     """Kernel and parameters of a forward launch on CPU tensors, whose addresses are to replace."""
     import cutlass.cute as cute
 
     from ...emulator import loader, ptx
     from ...kernels import ForwardFacts, forward_kernel
+    from ...kernels.tiles import forward_tiles
 
     batch, length, heads, dim = shape
     facts = ForwardFacts("bfloat16", dim, dim, causal)
@@ -111,7 +115,10 @@ def capture(shape: tuple[int, int, int, int], causal: bool) -> dict[str, Any]:
         )
 
     with loader.device("sm_90a"):
-        function, arguments, options = forward_kernel("sm_90a", facts)
+        tiles = forward_tiles("sm_90a", dim, dim)
+        if stages:
+            tiles = replace(tiles, stages_k=stages, stages_v=stages)
+        function, arguments, options = forward_kernel("sm_90a", facts, tiles)
         options += " --generate-line-info --keep-ptx"
         compiled = cute.compile(function, *arguments, options=options)
         with loader.intercept(keep):
@@ -169,9 +176,10 @@ def main() -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--shape", default="1x1024x16x128", show_default=True)
 @click.option("--causal", is_flag=True)
-def _capture(file: Path, shape: str, causal: bool) -> None:
+@click.option("--stages", type=int, help="Of K and V; by default the table's.")
+def _capture(file: Path, shape: str, causal: bool, stages: int | None) -> None:
     batch, length, heads, dim = map(int, shape.split("x"))
-    file.write_text(json.dumps(capture((batch, length, heads, dim), causal)))
+    file.write_text(json.dumps(capture((batch, length, heads, dim), causal, stages)))
 
 
 @main.command("run")

@@ -56,6 +56,7 @@ class Gpu:
     tma_issue: Known  # between two boxes
     mma_latency: Known  # from the last product's end until a waiting warp, or mbarrier, knows
     mma_start: Known  # from the issue of a product until the tensor cores begin
+    mma_depth: Known  # products of a warpgroup, or a thread, that may be issued and not done
     tmem_latency: Known
     launch_us: Known  # between two kernels in one stream
     start: Known  # from the start of a CTA to its first instruction
@@ -85,21 +86,22 @@ _H200 = Gpu(
     tensor=Known(1, "NVIDIA, Hopper architecture whitepaper: 4096 FLOP of 16-bit types"),
     beside_tensor=Known(0.5, "benchmarks/NOTES.md: 1,000 clocks in place of 530"),
     tmem_bytes=Known(0, "none"),
-    l2_bytes=Known(40, "assumed"),
+    l2_bytes=Known(35.3, "micro"),
     dram_bytes=Known(4800, "NVIDIA, H200 data sheet"),
-    alu_latency=Known(4.5, "assumed"),
-    mufu_latency=Known(18, "assumed"),
-    exchange_latency=Known(24, "assumed"),
+    alu_latency=Known(4.5, "micro: 4 of an FMA, 5 of an integer addition"),
+    mufu_latency=Known(17, "micro"),
+    exchange_latency=Known(24, "micro"),
     branch_latency=Known(10, "assumed"),
-    global_latency=Known(700, "assumed"),
-    mbarrier_latency=Known(30, "assumed"),
-    barrier_latency=Known(20, "assumed"),
-    tma_latency=Known(650, "assumed"),
+    global_latency=Known(344, "micro: an atomic; a load 263"),
+    mbarrier_latency=Known(30, "micro: 52 with the instructions of both sides"),
+    barrier_latency=Known(20, "micro: 24 with the instructions of both sides"),
+    tma_latency=Known(375, "micro: 849 of 16 KiB, all SMs at once, less their transfer"),
     tma_issue=Known(4, "assumed"),
-    mma_latency=Known(30, "assumed"),
-    mma_start=Known(20, "assumed"),
+    mma_latency=Known(48, "micro: 68 clocks more than the products, less mma_start"),
+    mma_start=Known(20, "micro: issue of one product"),
+    mma_depth=Known(7, "micro: 463 clocks of 64 left when 16 are issued"),
     tmem_latency=Known(0, "none"),
-    launch_us=Known(1.5, "assumed"),
+    launch_us=Known(0.53, "micro"),
     start=Known(700, "assumed"),
     l2_add_bytes=Known(11.4, "benchmarks/NOTES.md: 1,500 bytes a clock of the whole L2"),
     l2_add_queue=Known(16384, "fitted: docs/cost.md"),
@@ -124,6 +126,7 @@ _B200 = replace(
     dram_bytes=Known(8000, "NVIDIA, B200 data sheet"),
     mma_latency=Known(60, "assumed"),
     mma_start=Known(40, "assumed"),
+    mma_depth=Known(64, "assumed: none"),
     tmem_latency=Known(30, "assumed"),
 )
 _B300 = replace(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -64,6 +64,8 @@ class Replay:
     gpu: Gpu
     clocks: float
     spans: list[Span]
+    # Of each warp's lane: (instruction, clock when it came there, when it went on) of its effects.
+    stamps: dict[str, list[tuple[int, float, float]]]
 
     def busy(self, lane: str, kind: Kind = "busy") -> float:
         """Clocks that a lane spent so."""
@@ -156,24 +158,80 @@ def _level(asked: list[float], limit: float) -> float:
     return left[-1]
 
 
+@dataclass(eq=False)
+class _Job:
+    """Products one behind the other: of one warpgroup, or of a thread."""
+
+    queue: object  # whose
+    left: int
+    clocks: float  # of one
+    done: Signal
+    issued: Signal  # few enough are left for who asked to go on
+    site: int
+    visit: int
+    warp: int
+
+
 class _Tensor:
-    """The tensor cores of one SM."""
+    """The tensor cores of one SM, or of a pair of them: a product of each queue in turn."""
 
-    def __init__(self, sim: _Sim, lane: str, schedulers: list[_Scheduler]) -> None:
-        self.sim, self.lane, self.schedulers = sim, lane, schedulers
-        self.free = 0.0
-        self.jobs = 0
+    def __init__(self, sim: _Sim) -> None:
+        self.sim = sim
+        self.lanes: list[str] = []
+        self.schedulers: list[_Scheduler] = []
+        self.queues: dict[object, deque[_Job]] = {}
+        self.running: _Job | None = None
+        self.begun = 0.0
 
-    def begin(self) -> None:
-        self.jobs += 1
-        for scheduler in self.schedulers:
-            scheduler.limit(self.sim.gpu.beside_tensor)
+    def ask(self, job: _Job) -> None:
+        self.queues.setdefault(job.queue, deque()).append(job)
+        self._issue(job.queue)
+        if self.running is None:
+            for scheduler in self.schedulers:
+                scheduler.limit(self.sim.gpu.beside_tensor)
+            self._next()
 
-    def end(self) -> None:
-        self.jobs -= 1
-        if not self.jobs:
+    def _next(self) -> None:
+        """Begins a product of the queue that had none for longest."""
+        queue = next((q for q, jobs in self.queues.items() if jobs), None)
+        last = self.running
+        job = None if queue is None else self.queues[queue][0]
+        if last is not None and last is not job:
+            self._draw(last)
+        if job is None:
+            self.running = None
             for scheduler in self.schedulers:
                 scheduler.limit(1.0)
+            return
+        if last is not job:
+            self.begun = self.sim.now
+        self.running = job
+        self.sim.at(self.sim.now + job.clocks, self._end)
+
+    def _end(self) -> None:
+        job = self.running
+        assert job is not None
+        job.left -= 1
+        jobs = self.queues.pop(job.queue)
+        if not job.left:
+            jobs.popleft()
+            self.sim.reach(job.done, self.sim.now + self.sim.gpu.mma_latency)
+        self.queues[job.queue] = jobs  # behind all others
+        self._issue(job.queue)
+        self._next()
+
+    def _issue(self, queue: object) -> None:
+        """Lets those go on of whose products few enough are left."""
+        left = 0
+        for job in self.queues[queue]:
+            left += job.left
+            if left <= self.sim.gpu.mma_depth and job.issued.expected:
+                self.sim.reach(job.issued, self.sim.now)
+
+    def _draw(self, job: _Job) -> None:
+        for lane in self.lanes:
+            span = lane, self.begun, self.sim.now, "busy", job.site, job.visit, 0, job.warp
+            self.sim.spans.append(Span(*span))
 
 
 @dataclass(eq=False)
@@ -203,6 +261,7 @@ class _Warp:
     products: int = 0
     visits: Counter[tuple[int, Kind]] = field(default_factory=Counter)
     at: Effect | None = None
+    issued: Signal | None = None  # of the products it has just asked for
 
 
 class _Sim:
@@ -211,16 +270,28 @@ class _Sim:
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.count = itertools.count()
         self.spans: list[Span] = []
+        self.stamps: dict[str, list[tuple[int, float, float]]] = {}
         self.points: dict[Point, Signal] = {}
-        self.meetings: dict[tuple[int, int, int], int] = {}
+        self.jobs: dict[tuple[int, int, int], tuple[_Job, Counter[str]]] = {}
         self.works: dict[tuple, Work] = {}
         self.spins: dict[int, bool] = {}
         self.warps: list[_Warp] = []
         expected: Counter[Point] = Counter()
+        tensor = _Tensor(self)
+        pair = any(
+            isinstance(step, Mma) and step.pair
+            for recording in recordings
+            for steps in recording.streams().values()
+            for step in steps
+        )
         for recording in recordings:
             prefix = f"cta {recording.rank} " if len(recordings) > 1 else ""
+            if not pair:
+                tensor = _Tensor(self)
             schedulers = [_Scheduler(self) for _ in range(gpu.schedulers)]
-            cta = _Cta(schedulers, _Tensor(self, f"{prefix}tensor", schedulers), prefix=prefix)
+            tensor.lanes.append(f"{prefix}tensor")
+            tensor.schedulers += schedulers
+            cta = _Cta(schedulers, tensor, prefix=prefix)
             for number, steps in sorted(recording.streams().items()):
                 self.warps.append(_Warp(number, cta, f"{prefix}warp {number}", steps, recording))
                 for step in steps:
@@ -229,7 +300,6 @@ class _Sim:
                     elif isinstance(step, (Copy, MmaCommit)):
                         expected.update(step.points)
         self.points = {point: Signal(count) for point, count in expected.items()}
-        self.ctas = {w.recording.rank: w.cta for w in self.warps}
 
     # Time ----------------------------------------------------------------------------------------
 
@@ -307,7 +377,13 @@ class _Sim:
                 if signal.time is None:
                     yield signal.waiting.append
             self.span(warp, start, "wait", step.site)
+            self.stamps.setdefault(warp.lane, []).append((step.site, start, self.now))
             self._act(warp, step)
+            if warp.issued is not None and warp.issued.time is None:
+                start = self.now
+                yield warp.issued.waiting.append
+                self.span(warp, start, "wait", step.site)
+            warp.issued = None
             warp.visits[step.site, "wait"] += 1
         warp.steps = []
 
@@ -373,10 +449,12 @@ class _Sim:
             opened, warp.open[effect.queue] = warp.open[effect.queue], []
             warp.groups[effect.queue].append(self._all(opened))
         elif isinstance(effect, Products):
-            warp.open["wgmma"].append(self._products(warp, effect))
+            self._products(warp, effect)
         elif isinstance(effect, Mma):
-            ctas = list(self.ctas.values()) if effect.pair else [warp.cta]
-            warp.mmas.append(self._tensor(warp, effect, ctas))
+            job = self._job(warp, effect, warp)
+            warp.mmas.append(job.done)
+            warp.issued = job.issued
+            self.at(self.now + gpu.mma_start, lambda: warp.cta.tensor.ask(job))
         elif isinstance(effect, MmaCommit):
             last = self._all(warp.mmas[-1:])
             for point in effect.points:
@@ -427,30 +505,25 @@ class _Sim:
         visit = warp.visits[site, "wait"]
         self.spans.append(Span(lane, begin, end, "busy", site, visit, nbytes, warp.number))
 
-    def _products(self, warp: _Warp, effect: Products) -> Signal:
+    def _products(self, warp: _Warp, effect: Products) -> None:
         """Products begin when the last of the four warps asks."""
-        key = (warp.recording.rank, warp.number // WARPGROUP, warp.products)
+        group = warp.recording.rank, warp.number // WARPGROUP
+        key = (*group, warp.products)
         warp.products += 1
-        together = self.points.setdefault(("wgmma", *key), Signal())
-        met = self.meetings.get(key, 0) + 1
-        self.meetings[key] = met
-        if met == WARPGROUP:
-            done = self._tensor(warp, effect, [warp.cta])
-            self._when(done, lambda: self.reach(together, self.now))
-        return together
+        if key not in self.jobs:
+            self.jobs[key] = self._job(warp, effect, group), Counter()
+        job, met = self.jobs[key]
+        met["warps"] += 1
+        warp.open["wgmma"].append(job.done)
+        warp.issued = job.issued
+        if met["warps"] == WARPGROUP:
+            self.at(self.now + self.gpu.mma_start, lambda: warp.cta.tensor.ask(job))
 
-    def _tensor(self, warp: _Warp, effect: Products | Mma, ctas: list[_Cta]) -> Signal:
+    def _job(self, warp: _Warp, effect: Products | Mma, queue: object) -> _Job:
         gpu = self.gpu
         clocks = max(effect.clocks / gpu.tensor, effect.shared_bytes / gpu.shared_bytes)
-        begin = max(self.now + gpu.mma_start, *(cta.tensor.free for cta in ctas), 0.0)
-        done = Signal()
-        for cta in ctas:
-            cta.tensor.free = begin + clocks
-            self.at(begin, cta.tensor.begin)
-            self.at(begin + clocks, cta.tensor.end)
-            self._engine(cta.tensor.lane, warp, effect.site, begin, begin + clocks, 0)
-        self.reach(done, begin + clocks + gpu.mma_latency)
-        return done
+        where = effect.site, warp.visits[effect.site, "wait"], warp.number
+        return _Job(queue, effect.count, clocks / effect.count, Signal(), Signal(), *where)
 
 
 def replay(recordings: Sequence[Recording], gpu: Gpu) -> Replay:
@@ -461,4 +534,4 @@ def replay(recordings: Sequence[Recording], gpu: Gpu) -> Replay:
     """
     sim = _Sim(recordings, gpu)
     clocks = sim.run()
-    return Replay(gpu, clocks, sorted(sim.spans, key=lambda s: (s.start, s.lane)))
+    return Replay(gpu, clocks, sorted(sim.spans, key=lambda s: (s.start, s.lane)), sim.stamps)
