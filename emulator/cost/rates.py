@@ -61,6 +61,8 @@ class Gpu:
     launch_us: Known  # between two kernels in one stream
     start: Known  # from the start of a CTA to its first instruction
     l2_add_bytes: Known  # that lanes add to global memory, when all SMs do
+    unseen: Known  # all clocks times this: what the model does not see
+    tile_extra: Known  # clocks of each tile, likewise
     l2_add_queue: Known  # bytes on their way, beyond which who adds has to wait
 
     def mhz(self, tensor: float) -> float:
@@ -73,8 +75,8 @@ _H200 = Gpu(
     name="H200",
     sms=132,
     clock_mhz=Known(1980, "nvidia-smi, highest SM clock"),
-    busy_mhz=Known(800, "fitted: docs/cost.md"),
-    busy_free=Known(0.39, "fitted: docs/cost.md"),
+    busy_mhz=Known(1000, "fitted: docs/cost.md"),
+    busy_free=Known(0.33, "fitted: docs/cost.md"),
     issue=Known(1, "NVIDIA, Hopper architecture whitepaper"),
     fma_lanes=Known(128, _NVIDIA),
     packed_fma_lanes=Known(128, "no packed FMA on sm_90"),
@@ -104,6 +106,8 @@ _H200 = Gpu(
     launch_us=Known(0.53, "micro"),
     start=Known(700, "assumed"),
     l2_add_bytes=Known(11.4, "benchmarks/NOTES.md: 1,500 bytes a clock of the whole L2"),
+    unseen=Known(1.08, "fitted: docs/cost.md"),
+    tile_extra=Known(1500, "fitted: docs/cost.md"),
     l2_add_queue=Known(16384, "fitted: docs/cost.md"),
 )
 _H100 = replace(

@@ -122,7 +122,7 @@ class _Scheduler:
         """Rates from now on, and when the next stretch ends."""
         limits = [self.share] * IN_REGISTERS + [1.0] * (len(UNITS) - IN_REGISTERS)
         for one in self.running:
-            one.rate = 1.0
+            one.rate = 1.0 if self.share == 1.0 else one.work.alone / one.work.beside
         for unit, limit in enumerate(limits):
             asked = [one.work.units[unit] / one.work.alone for one in self.running]
             if sum(asked) > limit:
@@ -163,70 +163,76 @@ class _Job:
     """Products one behind the other: of one warpgroup, or of a thread."""
 
     queue: object  # whose
-    left: int
+    count: int
     clocks: float  # of one
     done: Signal
-    issued: Signal  # few enough are left for who asked to go on
+    issued: Signal  # all of them: who asked may go on
     site: int
     visit: int
     warp: int
+    waiting: int = field(init=False)  # to be issued
+    left: int = field(init=False)  # to be done
+
+    def __post_init__(self) -> None:
+        self.waiting = self.left = self.count
 
 
 class _Tensor:
-    """The tensor cores of one SM, or of a pair of them: a product of each queue in turn."""
+    """The tensor cores of one SM, or of a pair of them.
+
+    They do products in the order of issue and hold `mma_depth`; of those that wait to be issued,
+    each warpgroup has one in turn.
+    """
 
     def __init__(self, sim: _Sim) -> None:
         self.sim = sim
         self.lanes: list[str] = []
         self.schedulers: list[_Scheduler] = []
-        self.queues: dict[object, deque[_Job]] = {}
-        self.running: _Job | None = None
-        self.begun = 0.0
+        self.asking: dict[object, deque[_Job]] = {}
+        self.held: deque[_Job] = deque()  # an entry a product, the first one runs
+        self.begun = 0.0  # since when products of the same job run
 
     def ask(self, job: _Job) -> None:
-        self.queues.setdefault(job.queue, deque()).append(job)
-        self._issue(job.queue)
-        if self.running is None:
+        self.asking.setdefault(job.queue, deque()).append(job)
+        idle = not self.held
+        self._issue()
+        if idle:
             for scheduler in self.schedulers:
                 scheduler.limit(self.sim.gpu.beside_tensor)
-            self._next()
-
-    def _next(self) -> None:
-        """Begins a product of the queue that had none for longest."""
-        queue = next((q for q, jobs in self.queues.items() if jobs), None)
-        last = self.running
-        job = None if queue is None else self.queues[queue][0]
-        if last is not None and last is not job:
-            self._draw(last)
-        if job is None:
-            self.running = None
-            for scheduler in self.schedulers:
-                scheduler.limit(1.0)
-            return
-        if last is not job:
             self.begun = self.sim.now
-        self.running = job
-        self.sim.at(self.sim.now + job.clocks, self._end)
+            self._begin()
+
+    def _issue(self) -> None:
+        while len(self.held) < self.sim.gpu.mma_depth:
+            queue = next((q for q, jobs in self.asking.items() if jobs), None)
+            if queue is None:
+                return
+            jobs = self.asking.pop(queue)
+            job = jobs[0]
+            job.waiting -= 1
+            self.held.append(job)
+            if not job.waiting:
+                jobs.popleft()
+                self.sim.reach(job.issued, self.sim.now)
+            self.asking[queue] = jobs  # behind all others
+
+    def _begin(self) -> None:
+        self.sim.at(self.sim.now + self.held[0].clocks, self._end)
 
     def _end(self) -> None:
-        job = self.running
-        assert job is not None
+        job = self.held.popleft()
         job.left -= 1
-        jobs = self.queues.pop(job.queue)
         if not job.left:
-            jobs.popleft()
             self.sim.reach(job.done, self.sim.now + self.sim.gpu.mma_latency)
-        self.queues[job.queue] = jobs  # behind all others
-        self._issue(job.queue)
-        self._next()
-
-    def _issue(self, queue: object) -> None:
-        """Lets those go on of whose products few enough are left."""
-        left = 0
-        for job in self.queues[queue]:
-            left += job.left
-            if left <= self.sim.gpu.mma_depth and job.issued.expected:
-                self.sim.reach(job.issued, self.sim.now)
+        self._issue()
+        if not self.held or self.held[0] is not job:
+            self._draw(job)
+            self.begun = self.sim.now
+        if self.held:
+            return self._begin()
+        for scheduler in self.schedulers:
+            scheduler.limit(1.0)
+        return None
 
     def _draw(self, job: _Job) -> None:
         for lane in self.lanes:

@@ -6,8 +6,9 @@ them; all else counts as one instruction of the unit that executes it.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ..ptx import Address, Instruction, Operand, Pair
 from .rates import Gpu
@@ -19,6 +20,7 @@ _MUFU = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}
 _FMA = {"add", "sub", "mul", "fma", "mad"}
 _FREE = {"mov", "cvta", "prefetch", "pragma", "griddepcontrol"}
 _EXCHANGE = {"shfl", "stmatrix", "ldmatrix", "movmatrix"}
+_DIVISION = 20  # instructions that ptxas makes of one of integers, about
 _SYNC = {"bar", "barrier", "fence", "membar", "wgmma", "setmaxnreg", "cp", "tcgen05", "nanosleep"}
 
 
@@ -27,34 +29,107 @@ class Work:
     """Of one warp."""
 
     alone: float  # clocks, with nothing else on its scheduler
+    beside: float  # the same while the tensor cores run
     units: tuple[float, ...]  # clocks of the scheduler's part of each of `UNITS`
     added: float = 0.0  # bytes, to global memory
 
 
+@dataclass(slots=True)
+class _Node:
+    """An instruction that costs something, and what waits for its result."""
+
+    unit: str
+    clocks: float
+    latency: float
+    missing: int = 0  # results that it waits for
+    ready: float = 0.0
+    height: float = 0.0  # of the longest way from here to the end
+    after: list[int] = field(default_factory=list)
+
+
 def measure(instructions: Iterable[Instruction], gpu: Gpu) -> Work:
-    """The units' clocks, and the longer of the busiest unit's and the chain of dependences."""
+    """Clocks of the units; and of the whole alone, if at any time that instruction is issued of
+    those that may be on which most depends, between two branches."""
     totals: dict[str, float] = dict.fromkeys(UNITS, 0.0)
-    ready: dict[str, float] = {}
     added = 0.0
-    begin = end = 0.0  # of what follows the last branch; of everything
+    runs: list[list[_Node]] = []  # between two branches
+    nodes: list[_Node] = []
+    writer: dict[str, tuple[int, ...]] = {}  # of a register: the node, or those that it is moved from
     for ins in instructions:
         unit, clocks, latency = _cost(ins, gpu)
-        issues = 1.0 if clocks or latency else 0.0
-        totals["issue"] += issues / gpu.issue
+        written, read = _registers(ins)
+        sources = tuple({i for name in read for i in writer.get(name, ())})
+        if not clocks and not latency:
+            writer.update(dict.fromkeys(written, sources))
+            continue
         if ins.parts[0] == "red":
             added += WARP * _access_bytes(ins)
+        totals["issue"] += 1 / gpu.issue
         if unit:
             totals[unit] += clocks
-        written, read = _registers(ins)
-        start = max([begin, *(ready.get(name, 0.0) for name in read)])
-        done = start + latency
-        for name in written:
-            ready[name] = done
+        made = _Node(unit, clocks, latency, len(sources))
+        for i in sources:
+            nodes[i].after.append(len(nodes))
+        writer.update(dict.fromkeys(written, (len(nodes),)))
+        nodes.append(made)
         if ins.parts[0] == "bra":
-            begin = done
-        end = max(end, start + max(issues, clocks))
+            runs.append(nodes)
+            nodes, writer = [], {}
+    runs.append(nodes)
+    alone, beside = (
+        sum(_schedule(nodes, share) for nodes in runs) for share in (1.0, float(gpu.beside_tensor))
+    )
     units = tuple(totals[name] for name in UNITS)
-    return Work(max(end, *units), units, added)
+    return Work(alone, max(alone, beside), units, added)
+
+
+def _schedule(run: list[_Node], share: float) -> float:
+    """Clocks until the last is issued and what it takes of its unit is over.
+
+    share: of their rates that the units in registers have.
+    """
+    slow = dict.fromkeys(UNITS[:IN_REGISTERS], 1 / share)
+    nodes = [
+        replace(node, clocks=node.clocks * slow.get(node.unit, 1.0), ready=0.0) for node in run
+    ]
+    step = slow["issue"]
+    for node in reversed(nodes):
+        node.height = node.latency + max((nodes[i].height for i in node.after), default=0.0)
+    free = dict.fromkeys(UNITS, 0.0)
+    waiting = [(node.ready, i) for i, node in enumerate(nodes) if not node.missing]
+    heapq.heapify(waiting)
+    able: list[tuple[float, int]] = []
+    now = end = 0.0
+    while waiting or able:
+        while waiting and waiting[0][0] <= now:
+            _, i = heapq.heappop(waiting)
+            heapq.heappush(able, (-nodes[i].height, i))
+        held: list[tuple[float, int]] = []
+        chosen = -1
+        while able and chosen < 0:
+            entry = heapq.heappop(able)
+            unit = nodes[entry[1]].unit
+            if unit and free[unit] > now:
+                held.append(entry)
+            else:
+                chosen = entry[1]
+        for entry in held:
+            heapq.heappush(able, entry)
+        if chosen < 0:
+            times = [free[nodes[i].unit] for _, i in able] + [t for t, _ in waiting[:1]]
+            now = max(now, min(times))
+            continue
+        node = nodes[chosen]
+        if node.unit:
+            free[node.unit] = now + node.clocks
+        end = max(end, now + max(step, node.clocks), now + (0.0 if node.after else node.latency / 2))
+        for i in node.after:
+            nodes[i].ready = max(nodes[i].ready, now + node.latency)
+            nodes[i].missing -= 1
+            if not nodes[i].missing:
+                heapq.heappush(waiting, (nodes[i].ready, i))
+        now += step
+    return end
 
 
 def _cost(ins: Instruction, gpu: Gpu) -> tuple[str, float, float]:
@@ -72,6 +147,12 @@ def _cost(ins: Instruction, gpu: Gpu) -> tuple[str, float, float]:
         return "fma", 2 * of(gpu.packed_fma_lanes), gpu.alu_latency
     if head in _FMA and "f32" in ins:
         return "fma", of(gpu.fma_lanes), gpu.alu_latency
+    if head == "cvt" and not any("f" in part for part in ins.parts[1:]):
+        return "", 0.0, 0.0  # between integers: the register, or half of the pair, as it is
+    if head == "or" and "b64" in ins:
+        return "", 0.0, 0.0  # a descriptor's constant half
+    if head in ("div", "rem"):
+        return "alu", _DIVISION * of(gpu.alu_lanes), _DIVISION * gpu.alu_latency
     if head == "cvt":
         return "alu", of(gpu.convert_lanes), gpu.alu_latency
     if head in _EXCHANGE:
