@@ -28,7 +28,7 @@ def rates() -> list[dict[str, Any]]:
     mixes = {name: (op,) for name, op in kernels.OPS.items()} | {"softmax": kernels.SOFTMAX}
     for name, ops in mixes.items():
         for groups in (1, 2):
-            for beside in (0, 64, 128, 256):
+            for beside in (0, 64, 128):
                 for chains in (kernels.CHAINS, 1) if groups == 1 and not beside else (16,):
                     loops = 32
                     (found,) = run(kernels.rate(ops, groups, beside, loops, chains))

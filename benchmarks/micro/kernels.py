@@ -104,6 +104,7 @@ setp.ge.u32 go, group, {groups};
 mov.u32 i, 0;
 mov.u64 t0, %clock64;
 PRODUCTS:
+.pragma "nounroll";
 {_products(n, 16, "desc")}
 wgmma.wait_group.sync.aligned 0;
 add.s32 i, i, 1;
@@ -121,6 +122,7 @@ bar.sync 0;
 mov.u32 i, 0;
 mov.u64 t0, %clock64;
 LOOP:
+.pragma "nounroll";
 {text}
 add.s32 i, i, 1;
 setp.lt.u32 go, i, {loops};
