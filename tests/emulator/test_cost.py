@@ -76,7 +76,7 @@ def test_exponentials_bind(lanes: int) -> None:
     found = replay([recording], with_rates(mufu_lanes=lanes))
     longest = max(s.end - s.start for s in found.spans if s.lane == "warp 0")
     assert counters.total("mufu") == 4 * 128
-    assert longest == pytest.approx(128 * 32 * 4 / lanes, rel=0.15)
+    assert longest == pytest.approx(128 * 32 * 4 / lanes, rel=0.25)
 
 
 def test_two_warps_of_a_scheduler_share_it() -> None:
