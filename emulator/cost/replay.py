@@ -13,7 +13,7 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..recording import (
@@ -39,6 +39,8 @@ from .work import IN_REGISTERS, UNITS, Work, measure
 
 Kind = Literal["work", "wait", "busy"]
 WARPGROUP = 4  # warps
+Parts = tuple[tuple[int, int, int], ...]
+_FLOWING = (TmemMove, Arrive, Commit, Copy, Store, MmaCommit)  # nothing waits there
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,7 @@ class _Sim:
         self.stamps: dict[str, list[tuple[int, float, float]]] = {}
         self.points: dict[Point, Signal] = {}
         self.jobs: dict[tuple[int, int, int], tuple[_Job, Counter[str]]] = {}
-        self.works: dict[tuple, Work] = {}
+        self.works: dict[Parts, Work] = {}
         self.spins: dict[int, bool] = {}
         self.warps: list[_Warp] = []
         expected: Counter[Point] = Counter()
@@ -365,10 +367,15 @@ class _Sim:
 
     def _life(self, warp: _Warp) -> Generator[Callable[[Callable[[], None]], None], None, None]:
         yield lambda then: self.at(self.gpu.start, then)
-        for step in warp.steps:
+        shares = self._shares(warp)
+        for at, step in enumerate(warp.steps):
             start = self.now
             if isinstance(step, Stretch):
-                work = self._work(warp.recording, step)
+                work = self._work(warp.recording, step.parts)
+                if at in shares:
+                    work = replace(
+                        work, alone=work.alone * shares[at], beside=work.beside * shares[at]
+                    )
                 if work.alone:
                     scheduler = warp.cta.schedulers[warp.number % self.gpu.schedulers]
                     yield lambda then, s=scheduler, w=work: s.add(w, then)
@@ -393,10 +400,27 @@ class _Sim:
             warp.visits[step.site, "wait"] += 1
         warp.steps = []
 
-    def _work(self, recording: Recording, stretch: Stretch) -> Work:
-        if stretch.parts not in self.works:
-            self.works[stretch.parts] = measure(recording.instructions(stretch), self.gpu)
-        return self.works[stretch.parts]
+    def _work(self, recording: Recording, parts: Parts) -> Work:
+        if parts not in self.works:
+            self.works[parts] = measure(recording.instructions(Stretch(parts)), self.gpu)
+        return self.works[parts]
+
+    def _shares(self, warp: _Warp) -> dict[int, float]:
+        """Of stretches with nothing that waits between them, by index: what each takes of its time
+        alone, as the next one's instructions are issued before the last one's results are there."""
+        shares: dict[int, float] = {}
+        together: list[int] = []
+        for at, step in enumerate([*warp.steps, Drain(-1, "bulk", 0)]):
+            if isinstance(step, Stretch):
+                together.append(at)
+            elif not isinstance(step, _FLOWING):
+                if len(together) > 1:
+                    parts = [warp.steps[i].parts for i in together]  # pyright: ignore
+                    each = sum(self._work(warp.recording, one).alone for one in parts)
+                    whole = self._work(warp.recording, tuple(itertools.chain(*parts))).alone
+                    shares.update(dict.fromkeys(together, whole / each))
+                together = []
+        return shares
 
     def _before(self, warp: _Warp, effect: Effect) -> list[Signal]:
         """What has to have happened for a warp to go on."""
@@ -459,7 +483,6 @@ class _Sim:
         elif isinstance(effect, Mma):
             job = self._job(warp, effect, warp)
             warp.mmas.append(job.done)
-            warp.issued = job.issued
             self.at(self.now + gpu.mma_start, lambda: warp.cta.tensor.ask(job))
         elif isinstance(effect, MmaCommit):
             last = self._all(warp.mmas[-1:])
