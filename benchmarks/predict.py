@@ -33,8 +33,10 @@ from ..kernels.tiles import Tiles, backward_tiles, blackwell_tiles, forward_tile
 from .cells import BACKWARD, FORWARD, Cell
 
 L2_SECTION = 32 << 20  # bytes of K and V that a section of heads has (layouts/hardware.py)
-STEPS = (6, 12)  # of the loop, in the runs that the line is put through
-TILES = (2, 4)  # of one CTA
+# Steps of the loop, and tiles of one CTA, in the runs that the line is put through. On Blackwell the
+# maximum may lag from the ninth step on, and O is then no longer corrected at every one.
+STEPS, TILES = (6, 12), (2, 4)
+STEPS_BLACKWELL, TILES_BLACKWELL = (10, 18), (1, 2)
 # Rates that the replay does not use.
 _AROUND = ("unseen", "tile_extra", "launch_us", "clock_mhz", "busy_mhz", "busy_free", "dram_bytes")
 
@@ -184,13 +186,14 @@ def line(kernel: Kernel, gpu: Gpu) -> Line:
 
 
 def _line(kernel: Kernel, gpu: Gpu) -> Line:
-    few, many = STEPS
+    hopper = kernel.arch == "sm_90a"
+    few, many = STEPS if hopper else STEPS_BLACKWELL
     if kernel.which == BACKWARD:
         a, b = (replayed(kernel, gpu, 1, steps) for steps in STEPS)
         step = (b.clocks - a.clocks) / (many - few)
         tensor = (b.busy("tensor") - a.busy("tensor")) / (many - few)
         return Line(0.0, a.clocks - few * step, step, tensor)
-    first, second = TILES
+    first, second = TILES if hopper else TILES_BLACKWELL
     a, b = replayed(kernel, gpu, first, few), replayed(kernel, gpu, second, few)
     c = replayed(kernel, gpu, first, many)
     steps = first * (many - few)

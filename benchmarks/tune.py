@@ -51,7 +51,6 @@ def neighbours(row: Tiles) -> dict[str, Tiles]:
         ROW: {},
         "turns" if not row.ping_pong else "no turns": {"ping_pong": not row.ping_pong},
         f"{3 - row.stages_q} stages of Q": {"stages_q": 3 - row.stages_q},
-        **{f"{n} products late": {"late_products": n} for n in (1, 2, 4)},
         **stages,
         **widths,
         **groups,

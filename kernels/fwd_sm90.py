@@ -336,12 +336,9 @@ class FwdSm90(Forward):
         issue(share.mma_s, acc_S, rows.tSrQ.steps(), share.tSrK.stage(k.index).steps(), False)
         v = load_v.wait_and_advance(load_v.try_wait())
         P, V = in_registers(share.tOrP), share.tOrV.stage(v.index).steps()
-        early = len(V) - self.tiles.late_products
-        issue(share.mma_o, share.acc_O, P[:early], V[:early], True)
+        issue(share.mma_o, share.acc_O, P, V, True)
         share.turns.release()
         warpgroup.wait_group(1)  # S is there
-        if const_expr(self.tiles.late_products):
-            issue(share.mma_o, share.acc_O, P[early:], V[early:], True)
         k.release()
         if const_expr(masked):
             self.apply_mask(share, rows, acc_S, kv_tile)

@@ -114,7 +114,6 @@ class Tiles(Row):
     ping_pong: bool  # consumer warpgroups take turns on the tensor cores
     short: bool = False  # serves short queries under a causal mask, and no others
     skip_unmoved: bool = False  # O is not multiplied where no row of the warp has a new maximum
-    late_products: int = 0  # of the last steps of O, issued once S is there
 
     def check_shape(self) -> None:
         if self.tile_kv % WGMMA_DEPTH or not WGMMA_DEPTH <= self.tile_kv <= 256:

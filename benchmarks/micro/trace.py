@@ -56,6 +56,11 @@ def _stamp(site: int) -> str:
     return f"\nmov.u32 %trace_site, {site};" + _STAMP.replace("{site}", "site").format()
 
 
+def stamped(ins: Any) -> bool | None:
+    """Whether an instruction has a stamp behind it too; None if it has none at all."""
+    return next((b for head, b in STAMPED.items() if ins.opcode.startswith(head)), None)
+
+
 def instrumented(ptx: str, kernel: Any) -> str:
     """The text with stamps; `kernel` as `emulator.ptx.parse` made it of the text.
 
@@ -63,12 +68,11 @@ def instrumented(ptx: str, kernel: Any) -> str:
     """
     pieces: list[tuple[int, str]] = []
     for ins in kernel.instructions:
-        for head, behind in STAMPED.items():
-            if ins.opcode.startswith(head) and not ins.predicate:
-                pieces.append((ins.span[0], _stamp(2 * ins.index)))
-                if behind:
-                    pieces.append((ins.span[1], _stamp(2 * ins.index + 1)))
-                break
+        behind = stamped(ins) if not ins.predicate else None
+        if behind is not None:
+            pieces.append((ins.span[0], _stamp(2 * ins.index)))
+        if behind:
+            pieces.append((ins.span[1], _stamp(2 * ins.index + 1)))
     begin = ptx.index("{", ptx.index(".entry")) + 1
     first = kernel.instructions[0].span[0]
     assert begin < first

@@ -39,9 +39,13 @@ class Gpu:
     exchange_lanes: Known  # shuffles, and accesses to shared memory
     shared_bytes: Known  # of shared memory, also for operands of the tensor cores
     tensor: Known  # share of the peak rate, which `wgmma_clocks` and `Plan.clocks` count in
-    beside_tensor: (
-        Known  # share of their rates that other units keep while the tensor cores run
-    )
+    # Share of its rate that each unit keeps while the tensor cores run.
+    beside_issue: Known
+    beside_fma: Known
+    beside_alu: Known
+    beside_mufu: Known
+    beside_exchange: Known
+    max_inputs: Known  # of an instruction that takes the maximum
     tmem_bytes: Known  # of a warp: tcgen05.ld and st; 0 where there is no tensor memory
     l2_bytes: Known  # to an SM, when all read
     dram_bytes: Known  # GB/s of the GPU
@@ -75,8 +79,8 @@ _H200 = Gpu(
     name="H200",
     sms=132,
     clock_mhz=Known(1980, "nvidia-smi, highest SM clock"),
-    busy_mhz=Known(1000, "fitted: docs/cost.md"),
-    busy_free=Known(0.33, "fitted: docs/cost.md"),
+    busy_mhz=Known(748, "fitted: docs/cost.md"),
+    busy_free=Known(0.188, "fitted: docs/cost.md"),
     issue=Known(1, "NVIDIA, Hopper architecture whitepaper"),
     fma_lanes=Known(128, _NVIDIA),
     packed_fma_lanes=Known(128, "no packed FMA on sm_90"),
@@ -86,28 +90,33 @@ _H200 = Gpu(
     exchange_lanes=Known(32, _NVIDIA),
     shared_bytes=Known(128, "NVIDIA, Hopper tuning guide"),
     tensor=Known(1, "NVIDIA, Hopper architecture whitepaper: 4096 FLOP of 16-bit types"),
-    beside_tensor=Known(0.5, "benchmarks/NOTES.md: 1,000 clocks in place of 530"),
+    beside_issue=Known(0.5, "fitted: docs/cost.md; micro says at most 0.65"),
+    beside_fma=Known(0.65, "micro: 0.6 beside products of 64 columns, 0.74 of 128"),
+    beside_alu=Known(0.51, "micro"),
+    beside_mufu=Known(0.77, "micro"),
+    beside_exchange=Known(0.31, "micro: products read shared memory too"),
+    max_inputs=Known(2, "SASS"),
     tmem_bytes=Known(0, "none"),
     l2_bytes=Known(35.3, "micro"),
     dram_bytes=Known(4800, "NVIDIA, H200 data sheet"),
     alu_latency=Known(4.5, "micro: 4 of an FMA, 5 of an integer addition"),
     mufu_latency=Known(17, "micro"),
     exchange_latency=Known(24, "micro"),
-    branch_latency=Known(10, "assumed"),
+    branch_latency=Known(10, "assumed: about two ALU latencies"),
     global_latency=Known(344, "micro: an atomic; a load 263"),
     mbarrier_latency=Known(30, "micro: 52 with the instructions of both sides"),
     barrier_latency=Known(20, "micro: 24 with the instructions of both sides"),
     tma_latency=Known(375, "micro: 849 of 16 KiB, all SMs at once, less their transfer"),
-    tma_issue=Known(4, "assumed"),
+    tma_issue=Known(4, "assumed: never binds"),
     mma_latency=Known(48, "micro: 68 clocks more than the products, less mma_start"),
     mma_start=Known(20, "micro: issue of one product"),
     mma_depth=Known(7, "micro: 463 clocks of 64 left when 16 are issued"),
     tmem_latency=Known(0, "none"),
     launch_us=Known(0.53, "micro"),
-    start=Known(700, "assumed"),
+    start=Known(700, "assumed; only the first tile of a CTA sees it"),
     l2_add_bytes=Known(11.4, "benchmarks/NOTES.md: 1,500 bytes a clock of the whole L2"),
-    unseen=Known(1.08, "fitted: docs/cost.md"),
-    tile_extra=Known(1500, "fitted: docs/cost.md"),
+    unseen=Known(1.13, "fitted: docs/cost.md"),
+    tile_extra=Known(2000, "fitted: docs/cost.md"),
     l2_add_queue=Known(16384, "fitted: docs/cost.md"),
 )
 _H100 = replace(
@@ -119,19 +128,26 @@ _B200 = replace(
     _H200,
     name="B200",
     sms=148,
-    clock_mhz=Known(1965, "reported by FlashAttention-4's authors' runs; NVIDIA: 2.25 PFLOP/s"),
-    busy_mhz=Known(200, "assumed"),
-    busy_free=Known(0.5, "assumed"),
+    clock_mhz=Known(1856, "NVIDIA: 2.25 PFLOP/s dense of 148 SMs"),
+    busy_mhz=Known(0, "assumed: no limit of power"),
+    busy_free=Known(0, "assumed: no limit of power"),
+    unseen=Known(1, "nothing to fit to"),
+    tile_extra=Known(0, "nothing to fit to"),
     packed_fma_lanes=Known(256, "reported: packed FMAs count twice"),
     tensor=Known(1, "NVIDIA: 2.25 PFLOP/s dense, 8192 FLOP of 16-bit types"),
-    beside_tensor=Known(1, "assumed: products read no registers"),
-    tmem_bytes=Known(128, "reported: 16 TB/s... a lane 4 bytes a clock"),
-    l2_bytes=Known(45, "assumed"),
+    beside_issue=Known(1, "assumed: products touch no registers"),
+    beside_fma=Known(1, "assumed: as above"),
+    beside_alu=Known(1, "assumed: as above"),
+    beside_mufu=Known(1, "assumed: as above"),
+    beside_exchange=Known(1, "assumed"),
+    max_inputs=Known(3, "SASS: ptxas makes one FMNMX3 of two maxima"),
+    tmem_bytes=Known(128, "assumed: 4 bytes a lane and clock"),
+    l2_bytes=Known(45, "assumed: the H200's and a quarter more"),
     dram_bytes=Known(8000, "NVIDIA, B200 data sheet"),
-    mma_latency=Known(60, "assumed"),
-    mma_start=Known(40, "assumed"),
+    mma_latency=Known(60, "assumed: about the H200's"),
+    mma_start=Known(40, "assumed: about the H200's"),
     mma_depth=Known(64, "assumed: none"),
-    tmem_latency=Known(30, "assumed"),
+    tmem_latency=Known(30, "assumed: as shared memory"),
 )
 _B300 = replace(
     _B200,

@@ -35,7 +35,7 @@ from ..recording import (
     Wait,
 )
 from .rates import Gpu
-from .work import IN_REGISTERS, UNITS, Work, measure
+from .work import UNITS, Work, beside_tensor, measure
 
 Kind = Literal["work", "wait", "busy"]
 WARPGROUP = 4  # warps
@@ -99,7 +99,8 @@ class _Scheduler:
     def __init__(self, sim: _Sim) -> None:
         self.sim = sim
         self.running: list[_Running] = []
-        self.share = 1.0  # of the units' rates
+        self.beside = False  # do the tensor cores run?
+        self.shares = list(beside_tensor(sim.gpu).values())
         self.since = 0.0
         self.version = 0
 
@@ -108,12 +109,11 @@ class _Scheduler:
         self.running.append(_Running(work, then))
         self._plan()
 
-    def limit(self, share: float) -> None:
-        """From now on units have this share of their rates."""
-        if share != self.share:
-            self._advance()
-            self.share = share
-            self._plan()
+    def run_beside(self, beside: bool) -> None:
+        """From now on the tensor cores run, or do not."""
+        self._advance()
+        self.beside = beside
+        self._plan()
 
     def _advance(self) -> None:
         passed, self.since = self.sim.now - self.since, self.sim.now
@@ -122,9 +122,9 @@ class _Scheduler:
 
     def _plan(self) -> None:
         """Rates from now on, and when the next stretch ends."""
-        limits = [self.share] * IN_REGISTERS + [1.0] * (len(UNITS) - IN_REGISTERS)
+        limits = self.shares if self.beside else [1.0] * len(UNITS)
         for one in self.running:
-            one.rate = 1.0 if self.share == 1.0 else one.work.alone / one.work.beside
+            one.rate = one.work.alone / one.work.beside if self.beside else 1.0
         for unit, limit in enumerate(limits):
             asked = [one.work.units[unit] / one.work.alone for one in self.running]
             if sum(asked) > limit:
@@ -200,7 +200,7 @@ class _Tensor:
         self._issue()
         if idle:
             for scheduler in self.schedulers:
-                scheduler.limit(self.sim.gpu.beside_tensor)
+                scheduler.run_beside(True)
             self.begun = self.sim.now
             self._begin()
 
@@ -233,7 +233,7 @@ class _Tensor:
         if self.held:
             return self._begin()
         for scheduler in self.schedulers:
-            scheduler.limit(1.0)
+            scheduler.run_beside(False)
         return None
 
     def _draw(self, job: _Job) -> None:

@@ -94,6 +94,11 @@ def _edge(frames: tuple[tuple[str, int], ...]) -> str:
     return Path(frames[0][0]).stem if re.fullmatch(_VERBS, function) else function
 
 
+def edge_of(ins: Instruction) -> str:
+    """What an instruction is about."""
+    return _edge(tuple(_frames(ins)))
+
+
 def name_of(recording: Recording, span: Span) -> str:
     """The edge, or the function of most instructions of a stretch."""
     instructions = recording.program.kernel.instructions
@@ -101,7 +106,7 @@ def name_of(recording: Recording, span: Span) -> str:
         for head, name in _WAITS.items():
             if instructions[span.site].opcode.startswith(head):
                 return name
-        return _edge(tuple(_frames(instructions[span.site])))
+        return edge_of(instructions[span.site])
     return _busiest(recording, span.stretch.parts)
 
 

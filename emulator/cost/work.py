@@ -15,7 +15,6 @@ from .rates import Gpu
 
 WARP = 32
 UNITS = ("issue", "fma", "alu", "mufu", "exchange")
-IN_REGISTERS = 4  # the first of them, which share the registers' ports with the tensor cores
 _MUFU = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}
 _FMA = {"add", "sub", "mul", "fma", "mad"}
 _FREE = {"mov", "cvta", "prefetch", "pragma", "griddepcontrol"}
@@ -54,7 +53,9 @@ def measure(instructions: Iterable[Instruction], gpu: Gpu) -> Work:
     added = 0.0
     runs: list[list[_Node]] = []  # between two branches
     nodes: list[_Node] = []
-    writer: dict[str, tuple[int, ...]] = {}  # of a register: the node, or those that it is moved from
+    writer: dict[
+        str, tuple[int, ...]
+    ] = {}  # of a register: the node, or those that it is moved from
     for ins in instructions:
         unit, clocks, latency = _cost(ins, gpu)
         written, read = _registers(ins)
@@ -77,22 +78,27 @@ def measure(instructions: Iterable[Instruction], gpu: Gpu) -> Work:
             nodes, writer = [], {}
     runs.append(nodes)
     alone, beside = (
-        sum(_schedule(nodes, share) for nodes in runs) for share in (1.0, float(gpu.beside_tensor))
+        sum(_schedule(nodes, shares) for nodes in runs)
+        for shares in (dict.fromkeys(UNITS, 1.0), beside_tensor(gpu))
     )
     units = tuple(totals[name] for name in UNITS)
     return Work(alone, max(alone, beside), units, added)
 
 
-def _schedule(run: list[_Node], share: float) -> float:
+def beside_tensor(gpu: Gpu) -> dict[str, float]:
+    """Share of its rate that each unit keeps while the tensor cores run."""
+    return {unit: float(getattr(gpu, f"beside_{unit}")) for unit in UNITS}
+
+
+def _schedule(run: list[_Node], shares: dict[str, float]) -> float:
     """Clocks until the last is issued and what it takes of its unit is over.
 
-    share: of their rates that the units in registers have.
+    shares: of its rate that each unit has.
     """
-    slow = dict.fromkeys(UNITS[:IN_REGISTERS], 1 / share)
     nodes = [
-        replace(node, clocks=node.clocks * slow.get(node.unit, 1.0), ready=0.0) for node in run
+        replace(node, clocks=node.clocks / shares.get(node.unit, 1.0), ready=0.0) for node in run
     ]
-    step = slow["issue"]
+    step = 1 / shares["issue"]
     for node in reversed(nodes):
         node.height = node.latency + max((nodes[i].height for i in node.after), default=0.0)
     free = dict.fromkeys(UNITS, 0.0)
@@ -122,7 +128,9 @@ def _schedule(run: list[_Node], share: float) -> float:
         node = nodes[chosen]
         if node.unit:
             free[node.unit] = now + node.clocks
-        end = max(end, now + max(step, node.clocks), now + (0.0 if node.after else node.latency / 2))
+        end = max(
+            end, now + max(step, node.clocks), now + (0.0 if node.after else node.latency / 2)
+        )
         for i in node.after:
             nodes[i].ready = max(nodes[i].ready, now + node.latency)
             nodes[i].missing -= 1
@@ -163,6 +171,8 @@ def _cost(ins: Instruction, gpu: Gpu) -> tuple[str, float, float]:
         shared = any("shared" in part for part in ins.parts)
         latency = gpu.exchange_latency if shared else gpu.global_latency
         return "exchange", clocks, latency if head in ("ld", "atom") else 1.0
+    if head in ("max", "min") and "f32" in ins:
+        return "alu", of(gpu.alu_lanes) / (gpu.max_inputs - 1), gpu.alu_latency
     if head == "bra":
         return "", 0.0, gpu.branch_latency if ins.predicate else 1.0
     if head == "mbarrier" or head in ("elect", "vote", "redux", "match", "activemask"):
