@@ -67,11 +67,10 @@ def _demands(recording: Recording, gpu: Gpu) -> dict[str, float]:
 def row(arch: str, head_dim: int, causal: bool) -> str:
     """One line of the table."""
     gpu = GPUS[DEFAULT[arch]]
-    kernel = Kernel(
-        arch, FORWARD, head_dim, causal, pair=not causal and has_pair(head_dim, head_dim)
-    )
+    pair = not causal and has_pair(head_dim, head_dim)
+    kernel = Kernel(arch, FORWARD, head_dim, causal, pair=pair)
     heads = 2048 // head_dim
-    cell = Cell(1, TOKENS, TOKENS, heads, heads, head_dim, head_dim, causal)
+    cell = Cell(1, TOKENS, heads, heads, head_dim, head_dim, causal)
     made, needs = predict(kernel, cell, gpu), demands(kernel, gpu)
     step = line(kernel, gpu).step
     binds = max(needs, key=lambda name: needs[name])
@@ -94,7 +93,7 @@ def main(out: Path, arch: str, head_dims: str) -> None:
     """Write the table."""
     text = HEAD.format(units=" | ".join(COLUMNS), dashes="---|" * len(COLUMNS))[:-1] + "\n"
     for one in arch.split(","):
-        for dim in map(int, head_dims.split(",")):
+        for dim in [int(n) for n in head_dims.split(",")]:
             for causal in (False, True):
                 text += row(one, dim, causal)
                 click.echo(text.splitlines()[-1])

@@ -78,8 +78,8 @@ def judge(measured: Sequence[dict[str, Any]], gpu: Gpu) -> list[Judged]:
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """How far the two rank alike."""
-    ranks = [np.argsort(np.argsort(np.array(x))) for x in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    one, other = (np.argsort(np.argsort(np.array(x))) for x in (a, b))
+    return float(np.corrcoef(one, other)[0, 1])
 
 
 def errors(found: Sequence[Judged]) -> tuple[float, float]:

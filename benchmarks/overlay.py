@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,7 @@ def pieces(trace: dict[str, Any], tile: int) -> tuple[list[Piece], bool]:
         measured = [(int(s), float(c)) for s, c in trace["stamps"][str(warp)]]
         own = _merged(predicted_stamps(found, recordings[0], warp))
         ends = [[i for i, (s, _) in enumerate(x) if s == x[-1][0]] for x in (measured, own)]
-        cost = min(b[1] - a[1] for a, b in zip(measured, measured[1:], strict=False))
+        cost = min(b[1] - a[1] for a, b in pairwise(measured))
         parts = [x[e[tile - 1] : e[tile] + 1] for x, e in zip((measured, own), ends, strict=True)]
         same = same and [s for s, _ in parts[0]] == [s for s, _ in parts[1]]
         for i in range(1, min(map(len, parts))):
@@ -145,16 +146,15 @@ def main(trace: Path, out: Path, tile: int) -> None:
     ratios = [piece.predicted / piece.measured for piece in long]
     for piece in long:
         ratio = piece.predicted / piece.measured
-        click.echo(
-            f"{piece.warp:2} {piece.name:40} {piece.measured:6.0f} {piece.predicted:6.0f} {ratio:.2f}"
-        )
+        clocks = f"{piece.measured:6.0f} {piece.predicted:6.0f}"
+        click.echo(f"{piece.warp:2} {piece.name:40} {clocks} {ratio:.2f}")
     close = sum(abs(ratio - 1) <= 0.3 for ratio in ratios)
     weight = sum(p.measured for p, r in zip(long, ratios, strict=True) if abs(r - 1) <= 0.3)
     share = weight / sum(p.measured for p in long)
     text = (
         f"forward d 128, one tile of Q: order of stamps {'the same' if same else 'DIFFERENT'}; "
-        f"{close} of {len(long)} pieces over {LONG} clocks, {share:.0%} of their time, within 30 %; "
-        f"median ratio {statistics.median(ratios):.2f}"
+        f"{close} of {len(long)} pieces over {LONG} clocks, {share:.0%} of their time, within "
+        f"30 %; median ratio {statistics.median(ratios):.2f}"
     )
     click.echo(text)
     picture(made, text).savefig(out)

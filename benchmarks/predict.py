@@ -33,8 +33,8 @@ from ..kernels.tiles import Tiles, backward_tiles, blackwell_tiles, forward_tile
 from .cells import BACKWARD, FORWARD, Cell
 
 L2_SECTION = 32 << 20  # bytes of K and V that a section of heads has (layouts/hardware.py)
-# Steps of the loop, and tiles of one CTA, in the runs that the line is put through. On Blackwell the
-# maximum may lag from the ninth step on, and O is then no longer corrected at every one.
+# Steps of the loop, and tiles of one CTA, in the runs that the line is put through. On Blackwell
+# the maximum may lag from the ninth step on, and O is then no longer corrected at every one.
 STEPS, TILES = (6, 12), (2, 4)
 STEPS_BLACKWELL, TILES_BLACKWELL = (10, 18), (1, 2)
 # Rates that the replay does not use.

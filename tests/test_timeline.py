@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -63,4 +64,4 @@ def test_page_zooms_pans_hovers_and_filters(tmp_path: Path) -> None:
         sum(w * int(c[i : i + 2], 16) for w, i in ((0.3, 1), (0.59, 3), (0.11, 5)))
         for c in said["colours"]
     )
-    assert all(b - a > 40 for a, b in zip(greys, greys[1:], strict=False))
+    assert all(b - a > 40 for a, b in pairwise(greys))

@@ -115,8 +115,8 @@ _H200 = Gpu(
     launch_us=Known(0.53, "micro"),
     start=Known(700, "assumed; only the first tile of a CTA sees it"),
     l2_add_bytes=Known(11.4, "benchmarks/NOTES.md: 1,500 bytes a clock of the whole L2"),
-    unseen=Known(1.13, "fitted: docs/cost.md"),
-    tile_extra=Known(2000, "fitted: docs/cost.md"),
+    unseen=Known(1.14, "fitted: docs/cost.md"),
+    tile_extra=Known(2250, "fitted: docs/cost.md"),
     l2_add_queue=Known(16384, "fitted: docs/cost.md"),
 )
 _H100 = replace(

@@ -14,7 +14,7 @@ from ..ptx import Address, Instruction, Operand, Pair
 from .rates import Gpu
 
 WARP = 32
-UNITS = ("issue", "fma", "alu", "mufu", "exchange")
+UNITS: tuple[str, ...] = ("issue", "fma", "alu", "mufu", "exchange")
 _MUFU = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}
 _FMA = {"add", "sub", "mul", "fma", "mad"}
 _FREE = {"mov", "cvta", "prefetch", "pragma", "griddepcontrol"}
