@@ -11,6 +11,7 @@ from .accesses import Accesses
 from .checker import Clock
 from .lanes import FULL, Mask
 from .ptx import SHARED_BASE
+from .recording import Arrive, Point, Wait
 
 if TYPE_CHECKING:
     from .machine import Cta, Mbarrier, NamedBarrier
@@ -58,6 +59,8 @@ class Barriers(Accesses):
                 f"{self.machine.source(named.first_site)}, for {named.expected}",
                 site,
             )
+        if self.log is not None:
+            self.note(Arrive(site, self._meeting(named)), m)
         if not named.arrived:
             named.first_site = site
         named.expected = expected
@@ -65,6 +68,10 @@ class Barriers(Accesses):
         if self.check:
             named.clock = self._release(m, named.clock)
         return self._complete_named(named, site)
+
+    def _meeting(self, named: NamedBarrier) -> Point:
+        number = next(i for i, one in enumerate(self.cta.named) if one is named)
+        return "bar", self.cta.rank, number, named.generation
 
     def _complete_named(self, named: NamedBarrier, site: int) -> bool:
         need = named.expected or self.cta.live
@@ -107,7 +114,11 @@ class Barriers(Accesses):
             if named is None:
                 return self._split_by_barrier(barrier, m)
             generation = named.generation
-            if not self._arrive_named(named, count, m, site):
+            point = self._meeting(named) if self.log is not None else None
+            arrived = self._arrive_named(named, count, m, site)
+            if point:
+                self.note(Wait(site, point), m)
+            if not arrived:
                 group.ticket = (named, generation)
                 return self._hold(named, barrier, m)
         group.ticket = None
@@ -172,6 +183,8 @@ class Barriers(Accesses):
                 )
             self.cluster_arrived[w] |= bits
             self.cluster_ticket[w] = barrier.generation
+        if self.log is not None:
+            self.note(Arrive(site, ("cluster", 0, 0, barrier.generation)), m)
         barrier.arrived += lanes
         if self.check:
             for w in self._warps(m):
@@ -212,6 +225,8 @@ class Barriers(Accesses):
             self.cluster_arrived[w] &= ~self._lane_bits(m, w)
         if self.check:
             self._acquire(m, barrier.done)
+        if self.log is not None:
+            self.note(Wait(site, ("cluster", 0, 0, ticket)), m)
         return True
 
     # mbarriers -----------------------------------------------------------------------------------
@@ -343,6 +358,8 @@ class Barriers(Accesses):
                 )
             if self.check and not relaxed:
                 barrier.clock = self._release(m, barrier.clock)
+            if self.log is not None:
+                self.note(Arrive(site, phase_of(address, barrier)), m)
             barrier.pending -= total
             if kind == 2:
                 barrier.drop += total
@@ -392,6 +409,8 @@ class Barriers(Accesses):
             return False
         if self.check and not relaxed:
             self._acquire(m, barrier.done)
+        if self.log is not None:
+            self.note(Wait(site, phase_of(address, barrier, 1)), m)
         return True
 
     def _spin(self, address: int, phase: Any, lanes: NDArray) -> Any:
@@ -421,3 +440,8 @@ class Barriers(Accesses):
         cluster = self.cta.cluster
         self._stalled(lambda: cluster.version != version, describe, lambda: barrier.pending == 0)
         return self._stall
+
+
+def phase_of(address: int, barrier: Mbarrier, before: int = 0) -> Point:
+    """The present phase of an mbarrier, or one `before` it."""
+    return "mbarrier", address >> 24, address & 0xFFFFFF, barrier.phase - before

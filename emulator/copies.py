@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import tma
-from .barriers import Barriers
+from .barriers import Barriers, phase_of
 from .lanes import FULL, BulkThread, Mask
 from .memory import PARAM_TAG, UINT
 from .ptx import SHARED_BASE
+from .recording import Commit, Copy, Drain, Point, Store
 
 if TYPE_CHECKING:
     from .machine import Cta, Mbarrier
@@ -145,7 +146,7 @@ class Copies(Barriers):
         site: int,
     ) -> None:
         view = self._view(site, False)
-        arrivals = []
+        arrivals, points = [], []
         for where, bar in targets:
             cta = self._target("a box", where >> 24, site)
             if where >> 24 + pair != bar >> 24 + pair:
@@ -159,10 +160,12 @@ class Copies(Barriers):
             owner, barrier = self._mbarrier(bar, site)
             self._agent_of(owner, barrier, bar & 0xFFFFFF)
             epoch = self._issue(barrier)
+            points.append(phase_of(bar, barrier))
             if self.check:
                 self._sees_init(barrier, self._only(lane), site, asynchronous=True)
                 self._async_write(cta, self._as_slice(granules, tensor), barrier, epoch, lane, site)
             arrivals.append((cta, granules, barrier, epoch))
+        self._note_copy(tensor.box_bytes, points, lane, site)
 
         def work() -> None:
             data = tma.read_box(tensor, at, view)
@@ -171,6 +174,10 @@ class Copies(Barriers):
                 self._complete(barrier, epoch, tensor.box_bytes)
 
         self._start(work)
+
+    def _note_copy(self, nbytes: int, points: list[Point], lane: int, site: int) -> None:
+        if self.log is not None:
+            self.note_lane(Copy(site, nbytes, tuple(points)), lane)
 
     def _async_write(
         self, cta: Cta, rows: Any, barrier: Mbarrier, epoch: int, lane: int, site: int
@@ -209,7 +216,7 @@ class Copies(Barriers):
             if multicast is not None:
                 bits = self._at(multicast, lane)
                 ranks = [r for r in range(16) if bits >> r & 1]
-            arrivals = []
+            arrivals, points = [], []
             for rank in ranks:
                 cta = self._target("a bulk copy", rank, site)
                 spot = rank << 24 | where & 0xFFFFFF
@@ -218,10 +225,12 @@ class Copies(Barriers):
                 owner, object_ = self._mbarrier(there, site)
                 self._agent_of(owner, object_, there & 0xFFFFFF)
                 epoch = self._issue(object_)
+                points.append(phase_of(there, object_))
                 if self.check:
                     self._sees_init(object_, self._only(lane), site, asynchronous=True)
                     self._async_write(cta, rows, object_, epoch, lane, site)
                 arrivals.append((cta, rows, object_, epoch))
+            self._note_copy(n, points, lane, site)
             if from_shared and self.check:
                 rows = self._bulk_rows(self.cta, source, n, site)
                 _, _, object_, epoch = arrivals[0]
@@ -337,6 +346,8 @@ class Copies(Barriers):
                         tma.write_box(tensor, at, data, view)
 
                 self._store(self._as_slice(granules, tensor), work, group, site)
+                if self.log is not None:
+                    self.note_lane(Store(site, tensor.box_bytes, bool(op)), group[0])
 
     def _askers(self, m: Mask, *operands: Any) -> Iterable[tuple[tuple[int, ...], list[int]]]:
         """Values of operands, and the lanes of one warp that have them."""
@@ -394,8 +405,11 @@ class Copies(Barriers):
                     place[...] = data.view(place.dtype)
 
             self._store(rows, work, [lane], site)
+            if self.log is not None:
+                self.note_lane(Store(site, n, bool(op)), lane)
 
     def bulk_commit(self, m: Mask, site: int) -> None:
+        self.note(Commit(site, "bulk"), m)
         for lane in self._active(m).tolist():
             key = (self.warp0 + lane // 32, lane % 32)
             thread = self.bulk.get(key)
@@ -406,6 +420,7 @@ class Copies(Barriers):
                 thread.open, thread.used = [], False
 
     def bulk_wait(self, keep: int, read: bool, m: Mask, site: int) -> None:
+        self.note(Drain(site, "bulk", keep), m)
         for lane in self._active(m).tolist():
             thread = self.bulk.get((self.warp0 + lane // 32, lane % 32))
             if thread is None:
@@ -456,7 +471,7 @@ class Copies(Barriers):
                 self.report("misaligned", "a response of 16 bytes needs 16-byte alignment", site)
             if everywhere and not all(cta.live for cta in cluster.ctas):
                 self.report("undefined", "a CTA that is to get the response has exited", site)
-            arrivals = []
+            arrivals, points = [], []
             for rank in range(len(cluster.ctas)) if everywhere else [where >> 24]:
                 spot, there = rank << 24 | where & 0xFFFFFF, rank << 24 | bar & 0xFFFFFF
                 cta = self._target("a response", rank, site)
@@ -464,10 +479,12 @@ class Copies(Barriers):
                 owner, object_ = self._mbarrier(there, site, everywhere)
                 self._agent_of(owner, object_, there & 0xFFFFFF)
                 epoch = self._issue(object_)
+                points.append(phase_of(there, object_))
                 if self.check:
                     self._sees_init(object_, self._only(lane), site)
                     self._async_write(cta, rows, object_, epoch, lane, site)
                 arrivals.append((cta, rows, object_, epoch))
+            self._note_copy(16, points, lane, site)
             if self.check:
                 self._not_refused(lane, site)
             self._start(self._cancel(arrivals))

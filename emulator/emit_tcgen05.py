@@ -71,11 +71,11 @@ def _relinquish(e: Emitter) -> None:
 
 
 def _wait_ld(e: Emitter) -> None:
-    e.effect(*_warp(e), "tmem_wait('ld', {m})")
+    e.effect(*_warp(e), f"tmem_wait('ld', {{m}}, {e.site})")
 
 
 def _wait_st(e: Emitter) -> None:
-    e.effect(*_warp(e), "tmem_wait('st', {m})")
+    e.effect(*_warp(e), f"tmem_wait('st', {{m}}, {e.site})")
 
 
 def _shape(e: Emitter, half: str, split: tuple[Operand, ...]) -> tuple[list[str], str]:

@@ -10,6 +10,7 @@ import numpy as np
 from . import tensor_core
 from .checker import Conflict
 from .lanes import FULL, Mask, WgmmaGroup
+from .recording import Commit, Drain, Products
 from .tcgen05 import Tcgen05
 
 _ITEM = {"bf16": 2, "f16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
@@ -96,6 +97,10 @@ class Instructions(Tcgen05):
             counters.tensor_clocks += len(b) * tensor_core.wgmma_clocks(columns)
             counters.shared_read_bytes += 16 * sum(len(plan.granules) for plan in used)
             counters.operand_b_bytes += 16 * len(used[0].granules)
+        if self.log is not None:
+            clocks = len(b) * tensor_core.wgmma_clocks(columns)
+            read = 16 * sum(len(plan.granules) for plan in used)
+            self.note(Products(sites[0], len(b), clocks, read), None)
         view = acc.view(np.float16) if dtype == "f16" else acc
         # What stands before one that does not add to the accumulator is lost.
         keep = self._firsts(scales)
@@ -224,6 +229,7 @@ class Instructions(Tcgen05):
         return None
 
     def wgmma_commit(self, site: int) -> None:
+        self.note(Commit(site, "wgmma"), None)
         self.wgmma_committed += 1
         self.open_group.number = self.wgmma_committed
         self.flight.append(self.open_group)
@@ -233,6 +239,7 @@ class Instructions(Tcgen05):
                 self.clocks.issued[agent] = self.wgmma_base + self.wgmma_committed
 
     def wgmma_wait(self, keep: int, m: Mask, site: int) -> None:
+        self.note(Drain(site, "wgmma", keep), m)
         ended = self.wgmma_committed - keep
         for group in self.flight:
             if group.number <= ended:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from .checker import Clock
 from .memory import PARAM_WINDOW
+from .recording import Effect, Entry
 
 if TYPE_CHECKING:
     from .machine import Cta, Group, Machine, Mbarrier, Wait
@@ -82,6 +83,7 @@ class Lanes:
     lane_id: NDArray[np.uint32]
     all_warps: tuple[int, ...]
     part: Callable[..., Group]
+    log: list[Entry] | None = None  # what the unit does, if somebody wants to know
 
     def setup(self) -> None:
         """Once, when the unit is made."""
@@ -144,6 +146,20 @@ class Lanes:
         )
 
     # Reports and small helpers -------------------------------------------------------------------
+
+    def log_anew(self) -> list[Entry]:
+        """A log from now on."""
+        self.log = []
+        return self.log
+
+    def note(self, effect: Effect, m: Mask) -> None:
+        """Logs an effect of the warps with lanes in the mask."""
+        if self.log is not None:
+            self.log.append((self._warps(m), effect))
+
+    def note_lane(self, effect: Effect, lane: int) -> None:
+        if self.log is not None:
+            self.log.append(((lane // 32,), effect))
 
     def report(self, kind: str, message: str, site: int, fatal: bool = False) -> None:
         cta = self.cta.index

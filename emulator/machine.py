@@ -26,6 +26,7 @@ from .instructions import Instructions
 from .loader import Launch, device_of
 from .memory import GlobalMemory, SharedMemory
 from .ptx import SHARED_BASE, Instruction, Param
+from .recording import Recording
 from .report import Counters, Finding, Options, Stop
 from .steps import BANK, DTYPE
 from .tensor_memory import TensorMemory
@@ -144,6 +145,8 @@ class Cta:
         self.pool = REGISTER_FILE - entry * threads
         for unit in self.units:
             unit.start(entry)
+        if self.cluster.machine.options.record:
+            self.cluster.machine.record(self)
 
     def shared_address(self, name: str) -> int:
         offset = self.cluster.machine.program.kernel.shared[name]
@@ -192,6 +195,7 @@ class Cluster:
         if self.machine.random:
             chance = random.Random(self.machine.random.random())
             self.slow = {w for w in range(self.warps) if chance.random() < SLOW_WARPS}
+        self.machine.started += 1
         self.running = True
 
     def step(self) -> bool:
@@ -273,6 +277,8 @@ class Machine:
         )
         self.parameter_bytes = np.frombuffer(self.parameters + bytes(64), np.uint8)
         self.clock = 0
+        self.started = 0  # clusters
+        self.recordings: list[Recording] = []
         self.spins = 0  # rounds in which units moved and nothing changed
         self.slots: list[Cluster] = []
         self.waiting: list[tuple[int, int, int]] = []  # first CTAs of clusters, the next one last
@@ -294,6 +300,13 @@ class Machine:
             self.findings.append(finding)
         if fatal or len(self.findings) >= self.options.max_findings:
             raise Stop
+
+    def record(self, cta: Cta) -> None:
+        """Keeps what the units of a CTA do from now on."""
+        logs = {unit.first // 32: unit.log_anew() for unit in cta.units}
+        smem = self.launch.smem_bytes
+        made = Recording(self.program, cta.index, cta.rank, self.started, smem, logs)
+        self.recordings.append(made)
 
     def source(self, site: int) -> str:
         """`file:line: instruction` of a site."""
@@ -615,7 +628,7 @@ class Unit(Instructions):
         functions = self.masked if masked else self.full
         full_counts, masked_counts = self.full_counts, self.masked_counts
         others = min((g.pc for g in self.groups if g is not group), default=1 << 30)
-        warps = group.warps
+        warps, log = group.warps, self.log
         while budget > 0:
             function = functions[pc] or self._function(pc, masked)
             group.pc = pc
@@ -629,6 +642,8 @@ class Unit(Instructions):
                 masked_counts[pc, warps] += 1
             else:
                 full_counts[pc] += 1
+            if log is not None:
+                log.append((warps, pc))
             if result.__class__ is int:
                 if result < 0:
                     self._exit(group)

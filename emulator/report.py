@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from .recording import Recording
 from .translate import CLASSES
 
 
@@ -29,6 +30,7 @@ class Options:
             run on them do it: registers of a tcgen05.ld that are used before tcgen05.wait::ld; a
             bulk copy out of shared memory that is in no group when its CTA ends, after a wait for
             all groups; a tcgen05.commit that arrives in a CTA which has ended since.
+        record: keep what every warp does, for `emulator.cost`; in order "eager".
     """
 
     check: bool = True
@@ -39,6 +41,7 @@ class Options:
     max_findings: int = 20
     exact: bool = False
     strict: bool = False
+    record: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,11 @@ class Counters:
 
 @dataclass
 class Report:
-    """Findings and counters of all launches of a session, in order."""
+    """Findings, counters and recordings of all launches of a session, in order."""
 
     findings: list[Finding] = field(default_factory=list)
     launches: list[Counters] = field(default_factory=list)
+    recordings: list[list[Recording]] = field(default_factory=list)  # of a launch: its CTAs
 
     @property
     def counters(self) -> Counters:

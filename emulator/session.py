@@ -53,6 +53,7 @@ class Session:
             machine.findings += again.findings
         self._unsettled = [*self._unsettled, *self._memory.stored()]
         self.report.launches.append(machine.counters)
+        self.report.recordings.append(machine.recordings)
         self._finish(machine.findings)
 
     def _makes_nan(self, arguments: tuple[Any, ...]) -> bool:

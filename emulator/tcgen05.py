@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import mma_sm100, tensor_core
+from .barriers import phase_of
 from .checker import Conflict
 from .copies import Copies
 from .lanes import Mask, Pipe
 from .mma_sm100 import COLUMNS, LANES, Cells, Form
+from .recording import Mma, MmaCommit, TmemMove, TmemWait
 from .tensor_memory import EIGHTHS, GRAIN, Party, cell_bytes, room
 
 if TYPE_CHECKING:
@@ -279,6 +281,8 @@ class Tcgen05(Copies):
         self._check_places(places, what, "ld", site)
         if self.counting:
             self.machine.counters.tmem_read_bytes += self._moved(what, m)
+        if self.log is not None:
+            self.note(TmemMove(site, "ld", 4 * what.lanes.size), m)
         if self.check:
             bits = self.program.loaded(site)
             for w in self._warps(m):
@@ -325,6 +329,8 @@ class Tcgen05(Copies):
         self._check_places(places, what, "st", site)
         if self.counting:
             self.machine.counters.tmem_write_bytes += self._moved(what, m)
+        if self.log is not None:
+            self.note(TmemMove(site, "st", 4 * what.lanes.size), m)
         values = self._stored(values, 4, 1, None)
         if places.__class__ is int:
             cells[places : places + what.width, : self.lanes] = values
@@ -401,8 +407,10 @@ class Tcgen05(Copies):
         epochs = self.clocks.issued[agents] + 1
         return Party(agents, epochs, self.clocks.rows[self._eighths, 0])
 
-    def tmem_wait(self, kind: str, m: Mask) -> None:
+    def tmem_wait(self, kind: Literal["ld", "st"], m: Mask, site: int) -> None:
         """wait::ld, wait::st: what the warps have issued is done."""
+        if self.log is not None:
+            self.note(TmemWait(site, kind), m)
         for w in self._warps(m):
             agent = int(self.tmem_agents[kind][2 * w])
             if kind == "st":
@@ -516,6 +524,10 @@ class Tcgen05(Copies):
         self._check_mma(plan, group, pipe, batch)
         if self.counting:
             self._count_mma(plan, group, batch.adds)
+        if self.log is not None:
+            read = 16 * sum(len(granules) for granules in plan.smem) // len(group)
+            made = Mma(batch.sites[0], len(batch.plans), plan.clocks, read, plan.form.pair)
+            self.note_lane(made, batch.lane)
         tmems = [cta.tensor_memory.cells for cta in group]
         smems = [cta.shared.granules for cta in group]
         site = batch.sites[0]
@@ -682,6 +694,9 @@ class Tcgen05(Copies):
             only = self._only(lane)
             found = [self._mbarrier(target, site) for target in targets]
             barriers = [barrier for _, barrier in found]
+            if self.log is not None:
+                points = zip(targets, barriers, strict=True)
+                self.note_lane(MmaCommit(site, tuple(phase_of(*one) for one in points)), lane)
             epoch, clock = self.clocks.issue(pipe.agent), None
             if self.check:
                 for one in barriers:

@@ -194,6 +194,14 @@ def bench(arguments: tuple[str, ...]) -> None:
 
 
 @_handed_on
+def timeline(arguments: tuple[str, ...]) -> None:
+    """Draw one CTA's modelled time, from the emulator; needs no GPU."""
+    from ..benchmarks import timeline as command
+
+    command.main(list(arguments), prog_name="python -m hopwell timeline")
+
+
+@_handed_on
 def plot(arguments: tuple[str, ...]) -> None:
     """Draw results that bench has written."""
     from ..benchmarks import plot as drawing

@@ -64,6 +64,7 @@ def emulate(
     order: Literal["eager", "deferred", "random"] = "eager",
     seed: int = 0,
     exact: bool = False,
+    record: bool = False,
 ) -> Iterator[Emulation]:
     """Run attention on CPU tensors: compiled for `arch`, executed by the emulator, and checked.
 
@@ -74,6 +75,7 @@ def emulate(
         order: when asynchronous operations complete: at once, as late as allowed, or at random.
         seed: of the random order.
         exact: cut sums off on the tensor cores where the hardware does; slower.
+        record: keep what every warp does in `report.recordings`, for `emulator.cost`.
 
     Yields:
         An `Emulation`, whose `report` has the findings and counters.
@@ -86,7 +88,9 @@ def emulate(
 
     chosen = checks.arch(arch or env.ARCH.value or checks.arches()[0])
     checks.choice("order", order, ("eager", "deferred", "random"))
-    options = emulator.Options(check, counters, order, seed, exact=exact, strict=True)
+    options = emulator.Options(
+        check, counters, order, seed, exact=exact, strict=True, record=record
+    )
     with emulator.session(options) as session:
         emulation = Emulation(chosen, session)
         token = _active.set(emulation)

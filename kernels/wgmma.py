@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.tcgen05 import int_to_smem_descriptor, smem_descriptor_to_int
+from cutlass.cutlass_dsl import dsl_user_op
 
 from ..layouts.opaque import opaque
 
@@ -56,21 +57,25 @@ def in_registers(fragment: cute.Tensor) -> list[cute.Tensor]:
     return [fragment[None, None, k] for k in range(cute.size(fragment, mode=[2]))]
 
 
+@dsl_user_op
 def issue(
     tiled_mma: cute.TiledMma,
     acc: cute.Tensor,
     a: list[cute.Tensor],
     b: list[cute.Tensor],
     accumulate: bool,
+    *,
+    loc=None,
+    ip=None,
 ) -> None:
     """Start acc (+)= a b, step by step, as one group: hands off the operands until it is over."""
-    warpgroup.fence()
+    warpgroup.fence(loc=loc, ip=ip)
     atom = cute.make_mma_atom(tiled_mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
     for a_step, b_step in zip(a, b, strict=True):
-        cute.gemm(atom, acc, a_step, b_step, acc)
+        cute.gemm(atom, acc, a_step, b_step, acc, loc=loc, ip=ip)
         atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
+    warpgroup.commit_group(loc=loc, ip=ip)
 
 
 @cute.jit

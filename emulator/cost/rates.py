@@ -1,0 +1,158 @@
+"""Rates and latencies, a table a GPU, each number with its source.
+
+`micro` as a source is `python -m hopwell.benchmarks.micro` on one H200; `assumed` says of a number
+that nobody measured, and what it was taken from. Nothing of Blackwell was measured here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+class Known(float):
+    """A number and where it is from."""
+
+    source: str
+
+    def __new__(cls, value: float, source: str = "") -> Known:
+        made = super().__new__(cls, value)
+        made.source = source
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU. Rates are of an SM and a clock, latencies in clocks, unless they say otherwise."""
+
+    name: str
+    sms: int
+    clock_mhz: Known  # of the SMs, under no limit of power
+    busy_mhz: Known  # lost for each share of the time that the tensor cores are busy,
+    busy_free: Known  # beyond this one: the limit of power
+    schedulers: int = 4  # warp w of a CTA is on scheduler w % 4
+    issue: Known  # warp-instructions of a scheduler
+    fma_lanes: Known  # FP32 additions, multiplications, FMAs
+    packed_fma_lanes: Known  # of those on pairs, each lane counted once
+    alu_lanes: Known  # integers, logic, comparisons, maxima, selections
+    convert_lanes: Known  # pairs of FP32 to 16 bits
+    mufu_lanes: Known
+    exchange_lanes: Known  # shuffles, and accesses to shared memory
+    shared_bytes: Known  # of shared memory, also for operands of the tensor cores
+    tensor: Known  # share of the peak rate, which `wgmma_clocks` and `Plan.clocks` count in
+    # Share of its rate that each unit keeps while the tensor cores run.
+    beside_issue: Known
+    beside_fma: Known
+    beside_alu: Known
+    beside_mufu: Known
+    beside_exchange: Known
+    max_inputs: Known  # of an instruction that takes the maximum
+    tmem_bytes: Known  # of a warp: tcgen05.ld and st; 0 where there is no tensor memory
+    l2_bytes: Known  # to an SM, when all read
+    dram_bytes: Known  # GB/s of the GPU
+    alu_latency: Known
+    mufu_latency: Known
+    exchange_latency: Known
+    branch_latency: Known
+    global_latency: Known  # a load or an atomic of a lane
+    mbarrier_latency: Known  # from the last arrival until a waiting warp goes on
+    barrier_latency: Known  # the same of bar.sync
+    tma_latency: Known  # from the copy's issue until its bytes are counted
+    tma_issue: Known  # between two boxes
+    mma_latency: Known  # from the last product's end until a waiting warp, or mbarrier, knows
+    mma_start: Known  # from the issue of a product until the tensor cores begin
+    mma_depth: Known  # products of a warpgroup, or a thread, that may be issued and not done
+    tmem_latency: Known
+    launch_us: Known  # between two kernels in one stream
+    start: Known  # from the start of a CTA to its first instruction
+    l2_add_bytes: Known  # that lanes add to global memory, when all SMs do
+    unseen: Known  # all clocks times this: what the model does not see
+    tile_extra: Known  # clocks of each tile, likewise
+    l2_add_queue: Known  # bytes on their way, beyond which who adds has to wait
+
+    def mhz(self, tensor: float) -> float:
+        """The clock that the card keeps, with the tensor cores busy for that share of the time."""
+        return self.clock_mhz - self.busy_mhz * max(0.0, tensor - self.busy_free)
+
+
+_NVIDIA = "NVIDIA, CUDA programming guide, throughput of native arithmetic instructions"
+_H200 = Gpu(
+    name="H200",
+    sms=132,
+    clock_mhz=Known(1980, "nvidia-smi, highest SM clock"),
+    busy_mhz=Known(748, "fitted: docs/cost.md"),
+    busy_free=Known(0.188, "fitted: docs/cost.md"),
+    issue=Known(1, "NVIDIA, Hopper architecture whitepaper"),
+    fma_lanes=Known(128, _NVIDIA),
+    packed_fma_lanes=Known(128, "no packed FMA on sm_90"),
+    alu_lanes=Known(64, _NVIDIA),
+    convert_lanes=Known(64, _NVIDIA),
+    mufu_lanes=Known(16, _NVIDIA),
+    exchange_lanes=Known(32, _NVIDIA),
+    shared_bytes=Known(128, "NVIDIA, Hopper tuning guide"),
+    tensor=Known(1, "NVIDIA, Hopper architecture whitepaper: 4096 FLOP of 16-bit types"),
+    beside_issue=Known(0.5, "fitted: docs/cost.md; micro says at most 0.65"),
+    beside_fma=Known(0.65, "micro: 0.6 beside products of 64 columns, 0.74 of 128"),
+    beside_alu=Known(0.51, "micro"),
+    beside_mufu=Known(0.77, "micro"),
+    beside_exchange=Known(0.31, "micro: products read shared memory too"),
+    max_inputs=Known(2, "SASS"),
+    tmem_bytes=Known(0, "none"),
+    l2_bytes=Known(35.3, "micro"),
+    dram_bytes=Known(4800, "NVIDIA, H200 data sheet"),
+    alu_latency=Known(4.5, "micro: 4 of an FMA, 5 of an integer addition"),
+    mufu_latency=Known(17, "micro"),
+    exchange_latency=Known(24, "micro"),
+    branch_latency=Known(10, "assumed: about two ALU latencies"),
+    global_latency=Known(344, "micro: an atomic; a load 263"),
+    mbarrier_latency=Known(30, "micro: 52 with the instructions of both sides"),
+    barrier_latency=Known(20, "micro: 24 with the instructions of both sides"),
+    tma_latency=Known(375, "micro: 849 of 16 KiB, all SMs at once, less their transfer"),
+    tma_issue=Known(4, "assumed: never binds"),
+    mma_latency=Known(48, "micro: 68 clocks more than the products, less mma_start"),
+    mma_start=Known(20, "micro: issue of one product"),
+    mma_depth=Known(7, "micro: 463 clocks of 64 left when 16 are issued"),
+    tmem_latency=Known(0, "none"),
+    launch_us=Known(0.53, "micro"),
+    start=Known(700, "assumed; only the first tile of a CTA sees it"),
+    l2_add_bytes=Known(11.4, "benchmarks/NOTES.md: 1,500 bytes a clock of the whole L2"),
+    unseen=Known(1.14, "fitted: docs/cost.md"),
+    tile_extra=Known(2250, "fitted: docs/cost.md"),
+    l2_add_queue=Known(16384, "fitted: docs/cost.md"),
+)
+_H100 = replace(
+    _H200,
+    name="H100",
+    dram_bytes=Known(3350, "NVIDIA, H100 SXM data sheet"),
+)
+_B200 = replace(
+    _H200,
+    name="B200",
+    sms=148,
+    clock_mhz=Known(1856, "NVIDIA: 2.25 PFLOP/s dense of 148 SMs"),
+    busy_mhz=Known(0, "assumed: no limit of power"),
+    busy_free=Known(0, "assumed: no limit of power"),
+    unseen=Known(1, "nothing to fit to"),
+    tile_extra=Known(0, "nothing to fit to"),
+    packed_fma_lanes=Known(256, "reported: packed FMAs count twice"),
+    tensor=Known(1, "NVIDIA: 2.25 PFLOP/s dense, 8192 FLOP of 16-bit types"),
+    beside_issue=Known(1, "assumed: products touch no registers"),
+    beside_fma=Known(1, "assumed: as above"),
+    beside_alu=Known(1, "assumed: as above"),
+    beside_mufu=Known(1, "assumed: as above"),
+    beside_exchange=Known(1, "assumed"),
+    max_inputs=Known(3, "SASS: ptxas makes one FMNMX3 of two maxima"),
+    tmem_bytes=Known(128, "assumed: 4 bytes a lane and clock"),
+    l2_bytes=Known(45, "assumed: the H200's and a quarter more"),
+    dram_bytes=Known(8000, "NVIDIA, B200 data sheet"),
+    mma_latency=Known(60, "assumed: about the H200's"),
+    mma_start=Known(40, "assumed: about the H200's"),
+    mma_depth=Known(64, "assumed: none"),
+    tmem_latency=Known(30, "assumed: as shared memory"),
+)
+_B300 = replace(
+    _B200,
+    name="B300",
+    mufu_lanes=Known(32, "NVIDIA, Blackwell Ultra: twice the exponentials"),
+)
+GPUS = {gpu.name: gpu for gpu in (_H100, _H200, _B200, _B300)}
+DEFAULT = {"sm_90a": "H200", "sm_100a": "B200", "sm_103a": "B300"}  # by SM version

@@ -1,0 +1,218 @@
+"""What a stretch of instructions asks of an SM: clocks of each unit, and its shortest time alone.
+
+PTX is not what runs. Moves and loads of parameters are free here, since ptxas makes operands of
+them; all else counts as one instruction of the unit that executes it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from ..ptx import Address, Instruction, Operand, Pair
+from .rates import Gpu
+
+WARP = 32
+UNITS: tuple[str, ...] = ("issue", "fma", "alu", "mufu", "exchange")
+_MUFU = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}
+_FMA = {"add", "sub", "mul", "fma", "mad"}
+_FREE = {"mov", "cvta", "prefetch", "pragma", "griddepcontrol"}
+_EXCHANGE = {"shfl", "stmatrix", "ldmatrix", "movmatrix"}
+_DIVISION = 20  # instructions that ptxas makes of one of integers, about
+_SYNC = {"bar", "barrier", "fence", "membar", "wgmma", "setmaxnreg", "cp", "tcgen05", "nanosleep"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one warp."""
+
+    alone: float  # clocks, with nothing else on its scheduler
+    beside: float  # the same while the tensor cores run
+    units: tuple[float, ...]  # clocks of the scheduler's part of each of `UNITS`
+    added: float = 0.0  # bytes, to global memory
+
+
+@dataclass(slots=True)
+class _Node:
+    """An instruction that costs something, and what waits for its result."""
+
+    unit: str
+    clocks: float
+    latency: float
+    missing: int = 0  # results that it waits for
+    ready: float = 0.0
+    height: float = 0.0  # of the longest way from here to the end
+    after: list[int] = field(default_factory=list)
+
+
+def measure(instructions: Iterable[Instruction], gpu: Gpu) -> Work:
+    """Clocks of the units; and of the whole alone, if at any time that instruction is issued of
+    those that may be on which most depends, between two branches."""
+    totals: dict[str, float] = dict.fromkeys(UNITS, 0.0)
+    added = 0.0
+    runs: list[list[_Node]] = []  # between two branches
+    nodes: list[_Node] = []
+    writer: dict[
+        str, tuple[int, ...]
+    ] = {}  # of a register: the node, or those that it is moved from
+    for ins in instructions:
+        unit, clocks, latency = _cost(ins, gpu)
+        written, read = _registers(ins)
+        sources = tuple({i for name in read for i in writer.get(name, ())})
+        if not clocks and not latency:
+            writer.update(dict.fromkeys(written, sources))
+            continue
+        if ins.parts[0] == "red":
+            added += WARP * _access_bytes(ins)
+        totals["issue"] += 1 / gpu.issue
+        if unit:
+            totals[unit] += clocks
+        made = _Node(unit, clocks, latency, len(sources))
+        for i in sources:
+            nodes[i].after.append(len(nodes))
+        writer.update(dict.fromkeys(written, (len(nodes),)))
+        nodes.append(made)
+        if ins.parts[0] == "bra":
+            runs.append(nodes)
+            nodes, writer = [], {}
+    runs.append(nodes)
+    alone, beside = (
+        sum(_schedule(nodes, shares) for nodes in runs)
+        for shares in (dict.fromkeys(UNITS, 1.0), beside_tensor(gpu))
+    )
+    units = tuple(totals[name] for name in UNITS)
+    return Work(alone, max(alone, beside), units, added)
+
+
+def beside_tensor(gpu: Gpu) -> dict[str, float]:
+    """Share of its rate that each unit keeps while the tensor cores run."""
+    return {unit: float(getattr(gpu, f"beside_{unit}")) for unit in UNITS}
+
+
+def _schedule(run: list[_Node], shares: dict[str, float]) -> float:
+    """Clocks until the last is issued and what it takes of its unit is over.
+
+    shares: of its rate that each unit has.
+    """
+    nodes = [
+        replace(node, clocks=node.clocks / shares.get(node.unit, 1.0), ready=0.0) for node in run
+    ]
+    step = 1 / shares["issue"]
+    for node in reversed(nodes):
+        node.height = node.latency + max((nodes[i].height for i in node.after), default=0.0)
+    free = dict.fromkeys(UNITS, 0.0)
+    waiting = [(node.ready, i) for i, node in enumerate(nodes) if not node.missing]
+    heapq.heapify(waiting)
+    able: list[tuple[float, int]] = []
+    now = end = 0.0
+    while waiting or able:
+        while waiting and waiting[0][0] <= now:
+            _, i = heapq.heappop(waiting)
+            heapq.heappush(able, (-nodes[i].height, i))
+        held: list[tuple[float, int]] = []
+        chosen = -1
+        while able and chosen < 0:
+            entry = heapq.heappop(able)
+            unit = nodes[entry[1]].unit
+            if unit and free[unit] > now:
+                held.append(entry)
+            else:
+                chosen = entry[1]
+        for entry in held:
+            heapq.heappush(able, entry)
+        if chosen < 0:
+            times = [free[nodes[i].unit] for _, i in able] + [t for t, _ in waiting[:1]]
+            now = max(now, min(times))
+            continue
+        node = nodes[chosen]
+        if node.unit:
+            free[node.unit] = now + node.clocks
+        end = max(
+            end, now + max(step, node.clocks), now + (0.0 if node.after else node.latency / 2)
+        )
+        for i in node.after:
+            nodes[i].ready = max(nodes[i].ready, now + node.latency)
+            nodes[i].missing -= 1
+            if not nodes[i].missing:
+                heapq.heappush(waiting, (nodes[i].ready, i))
+        now += step
+    return end
+
+
+def _cost(ins: Instruction, gpu: Gpu) -> tuple[str, float, float]:
+    """(unit, its clocks on one scheduler, latency)."""
+    head = ins.parts[0]
+
+    def of(lanes: float) -> float:
+        return WARP * gpu.schedulers / lanes
+
+    if head in _FREE or (head == "ld" and "param" in ins.text[:12]):
+        return "", 0.0, 0.0
+    if head in _MUFU:
+        return "mufu", of(gpu.mufu_lanes), gpu.mufu_latency
+    if head in _FMA and "f32x2" in ins:
+        return "fma", 2 * of(gpu.packed_fma_lanes), gpu.alu_latency
+    if head in _FMA and "f32" in ins:
+        return "fma", of(gpu.fma_lanes), gpu.alu_latency
+    if head == "cvt" and not any("f" in part for part in ins.parts[1:]):
+        return "", 0.0, 0.0  # between integers: the register, or half of the pair, as it is
+    if head == "or" and "b64" in ins:
+        return "", 0.0, 0.0  # a descriptor's constant half
+    if head in ("div", "rem"):
+        return "alu", _DIVISION * of(gpu.alu_lanes), _DIVISION * gpu.alu_latency
+    if head == "cvt":
+        return "alu", of(gpu.convert_lanes), gpu.alu_latency
+    if head in _EXCHANGE:
+        return "exchange", of(gpu.exchange_lanes), gpu.exchange_latency
+    if head in ("ld", "st", "atom", "red"):
+        wide = max(1.0, _access_bytes(ins) / 4)
+        clocks = wide * WARP * 4 * gpu.schedulers / gpu.shared_bytes
+        shared = any("shared" in part for part in ins.parts)
+        latency = gpu.exchange_latency if shared else gpu.global_latency
+        return "exchange", clocks, latency if head in ("ld", "atom") else 1.0
+    if head in ("max", "min") and "f32" in ins:
+        return "alu", of(gpu.alu_lanes) / (gpu.max_inputs - 1), gpu.alu_latency
+    if head == "bra":
+        return "", 0.0, gpu.branch_latency if ins.predicate else 1.0
+    if head == "mbarrier" or head in ("elect", "vote", "redux", "match", "activemask"):
+        return "alu", of(gpu.alu_lanes), 2 * gpu.alu_latency
+    if head in _SYNC:
+        return "", 1.0, 1.0
+    return "alu", of(gpu.alu_lanes), gpu.alu_latency
+
+
+def _access_bytes(ins: Instruction) -> float:
+    """Bytes of a lane."""
+    bits = ins.parts[-1].lstrip("busf")
+    count = next((int(p[1:]) for p in ins.parts if p in ("v2", "v4", "v8")), 1)
+    return count * int(bits) / 8 if bits.isdigit() else 4.0
+
+
+_SINKS = {"st", "red", "bra", "ret", "bar", "barrier", "fence", "cp", "prefetch", "tcgen05", "exit"}
+
+
+def _registers(ins: Instruction) -> tuple[list[str], list[str]]:
+    """(written, read)."""
+    head, operands = ins.parts[0], ins.operands
+    sinks = head in _SINKS or (head in ("wgmma", "stmatrix"))
+    written = [] if sinks or not operands else list(_names(operands[0]))
+    if isinstance(operands[0] if operands else None, Address):
+        written = []
+    read = [name for operand in operands[1 if written else 0 :] for name in _names(operand)]
+    if ins.predicate:
+        read.append(ins.predicate)
+    return written, read
+
+
+def _names(operand: Operand) -> Iterator[str]:
+    if isinstance(operand, str):
+        yield operand.lstrip("!")
+    elif isinstance(operand, tuple):
+        for one in operand:
+            yield from _names(one)
+    elif isinstance(operand, Pair):
+        yield from (operand.first, operand.second)
+    elif isinstance(operand, Address):
+        yield from _names(operand.base)
+        yield from _names(operand.coords)

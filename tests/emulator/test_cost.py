@@ -1,0 +1,182 @@
+"""Recordings and their replay: known clocks of tiny kernels, and what must be conserved."""
+
+import ctypes
+import json
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hopwell.benchmarks.micro import kernels
+from hopwell.benchmarks.timeline import roles
+from hopwell.emulator import loader
+from hopwell.emulator.cost import GPUS, Gpu, replay
+from hopwell.emulator.cost.rates import Known
+from hopwell.emulator.cost.replay import _level
+from hopwell.emulator.cost.timeline import chrome, marks, page
+from hopwell.emulator.machine import Machine
+from hopwell.emulator.memory import Extent, GlobalMemory
+from hopwell.emulator.recording import Arrive, Copy, Drain, Products, Recording, Wait
+from hopwell.emulator.report import Counters, Options
+from hopwell.interface.emulate import emulate
+from hopwell.interface.functions import forward
+
+H200 = GPUS["H200"]
+
+
+def run(kernel: kernels.Kernel, data: np.ndarray | None = None) -> tuple[Recording, Counters]:
+    """CTA 0 of one micro-benchmark, on the emulator."""
+    results = np.zeros(max(1, kernel.results), np.int64)
+    data = np.zeros(1 << 18, np.uint8) if data is None else data
+    words = [ctypes.c_uint64(v) for v in (results.ctypes.data, data.ctypes.data, data.nbytes)]
+    extents = [
+        Extent(name, array.ctypes.data, array.shape, array.strides, array.itemsize, written)
+        for name, array, written in (("results", results, True), ("data", data, False))
+    ]
+    memory = GlobalMemory(extents)
+    addresses = tuple(ctypes.addressof(word) for word in words)
+    one = (1, 1, 1)
+    launch = loader.Launch(
+        kernel.ptx, "micro", one, (kernel.threads, 1, 1), one, kernel.smem, addresses
+    )
+    machine = Machine(launch, memory, Options(check=False, record=True))
+    machine.run()
+    assert not machine.findings
+    (recording,) = machine.recordings
+    return recording, machine.counters
+
+
+def with_rates(**rates: float) -> Gpu:
+    return replace(H200, **{name: Known(value, "test") for name, value in rates.items()})
+
+
+def test_products_take_the_tensor_cores_in_turn() -> None:
+    recording, counters = run(kernels.products(128, 8, False, groups=2))
+    found = replay([recording], H200)
+    # 2 warpgroups, 2 products to warm up and 8, of 64 clocks each.
+    assert found.busy("tensor") == 2 * 10 * 64 == counters.tensor_clocks
+    spans = [span for span in found.spans if span.lane == "tensor"]
+    assert all(a.end <= b.start for a, b in pairwise(spans))
+
+
+def test_narrow_products_wait_for_shared_memory() -> None:
+    recording, _ = run(kernels.products(64, 8, False))
+    slow = with_rates(shared_bytes=64)  # 4 KiB of operands: 64 clocks in place of 32
+    assert replay([recording], slow).busy("tensor") == 2 * replay([recording], H200).busy("tensor")
+
+
+@pytest.mark.parametrize("lanes", [16, 32])
+def test_exponentials_bind(lanes: int) -> None:
+    """64 of them, twice, by a warp of each scheduler: 128 times 32 lanes of a quarter's."""
+    recording, counters = run(kernels.rate([kernels.OPS["ex2"]], 1, 0, loops=2))
+    found = replay([recording], with_rates(mufu_lanes=lanes))
+    longest = max(s.end - s.start for s in found.spans if s.lane == "warp 0")
+    assert counters.total("mufu") == 4 * 128
+    assert longest == pytest.approx(128 * 32 * 4 / lanes, rel=0.25)
+
+
+def test_two_warps_of_a_scheduler_share_it() -> None:
+    clocks = [
+        replay([run(kernels.rate([kernels.OPS["fma"]], groups, 0, loops=8))[0]], H200).clocks
+        for groups in (1, 4)
+    ]
+    assert clocks[1] - H200.start > 3 * (clocks[0] - H200.start)
+
+
+def test_handovers_take_their_latency() -> None:
+    """Sixteen turns there and back: so many clocks longer as a hand-over is."""
+    for named, latency in ((True, "barrier_latency"), (False, "mbarrier_latency")):
+        recording, _ = run(kernels.handover(named, loops=16))
+        clocks = [replay([recording], with_rates(**{latency: n})).clocks for n in (50, 150)]
+        assert clocks[1] - clocks[0] == pytest.approx(100 * 32, rel=0.1)
+
+
+def test_copies_take_turns() -> None:
+    recording, _ = run(kernels.copies(4, 4))
+    moved = sum(s.nbytes for s in recording.streams()[0] if isinstance(s, Copy))
+    found = replay([recording], with_rates(l2_bytes=32))
+    assert found.busy("tma") == pytest.approx(moved / 32)
+    assert moved == 17 * kernels.STAGE_BYTES
+
+
+def test_a_level_shares_a_limit() -> None:
+    assert _level([0.2, 0.9, 0.9], 1.0) == pytest.approx(0.4)
+    assert _level([0.6, 0.6], 1.0) == pytest.approx(0.5)
+
+
+@pytest.fixture(scope="module")
+def hopper() -> tuple[list[Recording], Counters]:
+    q, k, v = (torch.randn(1, 128, 1, 128).to(torch.bfloat16) for _ in range(3))
+    k, v = (x.repeat(1, 4, 1, 1) for x in (k, v))
+    with emulate("sm_90a", check=False, counters=True, record=True) as emulation:
+        forward(q, k, v)
+    return emulation.report.recordings[0], emulation.report.counters
+
+
+def test_forward_keeps_what_was_counted(hopper: tuple[list[Recording], Counters]) -> None:
+    recordings, counters = hopper
+    found = replay(recordings, H200)
+    assert found.busy("tensor") == counters.tensor_clocks
+    streams = recordings[0].streams()
+    copied = sum(s.nbytes for s in streams[0] if isinstance(s, Copy))
+    assert copied == counters.tma_load_bytes
+    issued = Counter(type(step) for step in streams[4])
+    assert issued[Products] == issued[Drain] == 8  # S and O of four K/V tiles
+    for warp, steps in streams.items():
+        blocks = [s for s in steps if not isinstance(s, (Arrive, Wait, Copy, Products, Drain))]
+        assert blocks or not steps, warp
+
+
+def test_no_warp_passes_before_what_it_waits_for(
+    hopper: tuple[list[Recording], Counters],
+) -> None:
+    """The first product comes after Q's and K's copies, by TMA's latency at least."""
+    slow = with_rates(tma_latency=5000)
+    found = replay(hopper[0], slow)
+    first = min(span.start for span in found.spans if span.lane == "tensor")
+    copy = min(span.end for span in found.spans if span.lane == "tma")
+    assert first >= copy + 5000
+
+
+def test_timeline_is_a_trace_and_a_page(hopper: tuple[list[Recording], Counters]) -> None:
+    recordings, _ = hopper
+    found = replay(recordings, H200)
+    made = marks(found, recordings, roles("sm_90a", 128, False, False))
+    assert list(dict.fromkeys(mark.lane for mark in made)) == [
+        *("load", "consume 1", "consume 2"),
+        *("tensor", "mufu", "tma"),
+    ]
+    named = {(mark.lane, mark.kind, mark.name) for mark in made}
+    assert {("consume 1", "wait", "load_q"), ("tensor", "busy", "mma_s")} <= named
+    assert ("consume 2", "wait", "turns") in named
+    events: list[dict[str, Any]] = json.loads(json.dumps(chrome(made, 1000, "t")))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(made) and all(event["dur"] > 0 for event in spans)
+    for lane in {event["tid"] for event in spans}:
+        on = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == lane)
+        if events[1 + 2 * lane]["args"]["name"] != "mufu":  # which two warps may share
+            assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(on))
+    html = page(made, "a <title>")
+    assert "://" not in html and "src=" not in html  # nothing from anywhere else
+    assert "load_q" in html
+
+
+def test_recording_changes_nothing() -> None:
+    q, k, v = (torch.randn(1, 200, 1, 64).to(torch.bfloat16) for _ in range(3))
+    outs: list[torch.Tensor] = []
+    for record in (False, True):
+        with emulate("sm_90a", record=record) as emulation:
+            outs.append(forward(q, k, v)[0])
+        assert bool(emulation.report.recordings[0]) == record
+    assert torch.equal(*outs)
+
+
+def test_every_number_has_a_source() -> None:
+    for gpu in GPUS.values():
+        for name, value in vars(gpu).items():
+            if isinstance(value, float):
+                assert isinstance(value, Known) and value.source, (gpu.name, name)
