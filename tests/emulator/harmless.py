@@ -71,6 +71,24 @@ _FIRST_TILE = (
 _AT_EXIT = "shared memory was read by then, and the end of a kernel waits for its writes"
 _ALONE = "a CTA has an SM for itself: nobody else asks for tensor memory"
 
+_LANE_WAITS = (
+    "missed: what one lane has waited for counts for its whole warp here, but on a GPU other lanes "
+    "could write what a bulk reduction still reads"
+)
+_Q_FIRST = (
+    "load waits for a stage of Q first, which is free once products behind dS of the tile that had "
+    "these LSE and D are done"
+)
+_AWAITED = "one load for two products, and the first has waited for it"
+_ROWS_FIRST = (
+    "eight stages: before one comes round, load has waited for LSE and D of a tile whose dP was "
+    "issued behind the products that read it"
+)
+_SECOND_S = "S of the second tile is issued before dP of the first, which is waited for first"
+_NOT_ROUND = "five tiles of Q fill eight stages: nobody waits for these to be free"
+_KEPT = "the cluster's barrier at the end keeps the CTA, too"
+_DRAINED = "with dQ in the place of dP everything that arrives in a CTA is waited for in it, too"
+
 _FENCE = "dropped: wgmma.fence.sync.aligned in `@cute.jit`"
 _TURN = (
     "dropped: bar.sync in `cute.arch.barrier(barrier_id=self.first + self.own, "
@@ -104,6 +122,23 @@ FORWARD_SM100 = {
     "`cute.arch.relinquish_tmem_alloc_permit()`": (1, _ALONE),
 }
 
+_AT_MBARRIER = "mbarrier.try_wait.parity.shared.b64 in "
+BACKWARD_SM100 = {
+    "dropped: tcgen05.fence::after_thread_sync in `tmem.after_taking_over()`": (8, _NO_FENCE),
+    "dropped: tcgen05.fence::before_thread_sync in `tmem.before_handing_over()`": (7, _NO_FENCE),
+    _ARRIVE + "`rings.reduce_dq.commit(number)`": (1, _WHOLE_WARP),
+    _ARRIVE + "`rings.compute_p.commit(number)`": (2, _WHOLE_WARP),
+}
+_RELINQUISH = "dropped: tcgen05.relinquish_alloc_permit.cta_group::"
+_RELINQUISHED = "`cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.tiles.pair)`"
+BACKWARD_PAIR = {
+    **BACKWARD_SM100,
+    _RELINQUISH + "2.sync.aligned in " + _RELINQUISHED: (1, _ALONE),
+    _ARRIVE + "`rings.load_rows.release(number)`": (2, _Q_FIRST),
+    _WAIT + "`rings.load_rows.acquire(number)`": (1, _Q_FIRST),
+    _WAIT + "`ring.drain(total * self.uses)`": (4, _KEPT),
+    "parity flipped: " + _AT_MBARRIER + "`ring.drain(total * self.uses)`": (2, _KEPT),
+}
 HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
     "forward-64": {
         _FENCE: (3, _COVERED),
@@ -146,6 +181,31 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
     "forward-sm100-128": {
         **FORWARD_SM100,
         _ARRIVE + "`load_tile.release(number)`": (2, _FIRST_TILE),
+    },
+    "backward-sm100-64": {
+        **BACKWARD_SM100,
+        _ARRIVE + "`cute.arch.sync_warp()`": (4, _LANE_WAITS),
+        _RELINQUISH + "1.sync.aligned in " + _RELINQUISHED: (1, _ALONE),
+        "count + 1: mbarrier.init.shared.b64 in `cute.arch.mbarrier_init(barriers + i, count)`": (
+            6,
+            _NOT_ROUND,
+        ),
+        "before the last product: tcgen05.commit.cta_group::1.mbarrier::arrive::one"
+        ".shared::cluster.b64 in `rings.mma_s.commit(number, operands.leader)`": (1, _SECOND_S),
+        _WAIT + "`rings.load_qdo.wait(use)`": (2, _AWAITED),
+        "before the last product: tcgen05.commit.cta_group::1.mbarrier::arrive::one"
+        ".shared::cluster.b64 in `rings.load_qdo.release(number * self.uses + self.use[product], "
+        "operands.leader)`": (2, _ROWS_FIRST),
+        _WAIT + "`ring.acquire(number, some_bytes)`": (2, _ROWS_FIRST),
+    },
+    "backward-sm100-128": {
+        **BACKWARD_PAIR,
+        _ARRIVE + "`cute.arch.sync_warp()`": (4, _LANE_WAITS),
+        "dropped: barrier.cluster.wait in `cute.arch.cluster_wait()`": (1, _DRAINED),
+    },
+    "backward-sm100-192": {
+        **BACKWARD_PAIR,
+        _ARRIVE + "`cute.arch.sync_warp()`": (6, _LANE_WAITS),
     },
     "fa4-forward": {
         _FENCE: (3, _COVERED),

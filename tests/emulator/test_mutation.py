@@ -15,6 +15,8 @@ from .mutation import Score, survey
         ("fa4-forward", 10),
         ("fa4-backward", 10),
         ("forward-sm100-64", 25),
+        ("backward-sm100-64", 20),
+        ("backward-sm100-128", 20),
         ("fa4-forward-sm100", 40),
         ("fa4-forward-pair", 40),
     ],
