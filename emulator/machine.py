@@ -34,7 +34,7 @@ from .translate import Program, program
 
 STALL = object()
 TURN = 400  # blocks a unit runs before the next one gets its turn
-SLOW_WARPS = 0.3  # share of a cluster's, in order "random"
+SLOW_WARPS = 0.5  # share of a cluster's, in order "random"
 SPINS = 30  # rounds in which units moved and nothing changed: then the slow ones may move, too
 SHARED_LIMIT = 227 * 1024  # bytes of shared memory one CTA can have on sm_90 and sm_100
 REGISTER_FILE = 65536  # 32-bit registers of an SM
@@ -217,7 +217,7 @@ class Cluster:
             for warp in rng.sample(sorted(self.slow), len(self.slow)):
                 self.woken = warp
                 for unit in units:
-                    moved |= unit.run(TURN)
+                    moved |= unit.run(rng.randrange(1, 20))
                 if moved:
                     break
             self.woken = -1

@@ -61,14 +61,40 @@ _STAGES_LEFT = (
     "than there are stages (that with head_dim 128 does)"
 )
 _HIDDEN = "S of a K/V tile that the mask hides wholly from this tile of Q"
-_NOTHING = "P of these queries is 0, the mask hides them: zeros are added elsewhere"
-_NOT_RUN = "a path that this input does not take: of a tile of Q without keys, among others"
-_TMEM_FREE = "the wait before tensor memory is freed keeps both CTAs of the pair alive as well"
+_NOTHING = (
+    "P and dS of these queries are 0, there are none so far on: 0 times others, or added elsewhere"
+)
 _FIRST_TILE = (
     "the first tile of Q has more of K and V than there are stages: before the next is handed out, "
     "load has waited for products behind what this warp hands over later"
 )
 _AT_EXIT = "shared memory was read by then, and the end of a kernel waits for its writes"
+_LAST_COMMIT = (
+    "the tensor cores release the second tile of Q behind all else: the wait for that is enough as "
+    "long as a thread's commits arrive in their order, which here they do and PTX does not promise"
+)
+_DRAINED = (
+    "all that comes from the other CTA was waited for: by mma, by correction, by load at its end"
+)
+_UNUSED = (
+    "a barrier that nobody uses, made as the other half of one or where a named barrier does the "
+    "work; or that nobody waits for: a CTA computes one tile"
+)
+_NEXT_STORE = "the next commit takes this store along, and the wait behind that is for all"
+_TAIL_BYTES = "the producer announces, at its end, a load that nobody makes"
+_HIDDEN_O = (
+    "O is multiplied only behind a K/V tile that the mask hides wholly from this tile of Q: it is 0"
+)
+_ONCE_FRESH = "waited for once, before anything arrives there: what this counts, nobody waits for"
+_Q_FREED = "the wait for Q, just before, is for a product that came after LSE was read"
+_DS_READ = "the dP awaited before was issued behind the products that read the dS before"
+_UNWRITTEN_SINCE = (
+    "nothing that a copy or a product reads was written to shared memory since the fence before it"
+)
+_LAST_BUFFER = "it keeps a buffer that nobody writes again: the CTA ends"
+_TWO_WAITS = "two waits for the same copies, with none issued in between"
+_AFTER_Q = "Q, waited for before, is free once the products that read this stage are over"
+_OWN_CTA = "the epilogue arrives in its own CTA, which ends with the last of its warps"
 _ALONE = "a CTA has an SM for itself: nobody else asks for tensor memory"
 
 _LANE_WAITS = (
@@ -87,7 +113,7 @@ _ROWS_FIRST = (
 _SECOND_S = "S of the second tile is issued before dP of the first, which is waited for first"
 _NOT_ROUND = "five tiles of Q fill eight stages: nobody waits for these to be free"
 _KEPT = "the cluster's barrier at the end keeps the CTA, too"
-_DRAINED = "with dQ in the place of dP everything that arrives in a CTA is waited for in it, too"
+_ALL_AWAITED = "with dQ in dP's place everything that arrives in a CTA is waited for in it, too"
 
 _FENCE = "dropped: wgmma.fence.sync.aligned in `@cute.jit`"
 _TURN = (
@@ -101,6 +127,17 @@ _WGMMA_WAIT = "wgmma.wait_group.sync.aligned in `warpgroup.wait_group(wg_wait)`"
 _LAST_WAIT = "wgmma.wait_group.sync.aligned in `warpgroup.wait_group(0)`"
 _INIT = "mbarrier.init.shared.b64 in `else pipeline.PipelineTmaAsync.create(`"
 _BULK_WAIT = "cp.async.bulk.wait_group.read in `cute.arch.cp_async_bulk_wait_group(1, read=True)`"
+_WAIT_STORE = (
+    "cp.async.bulk.wait_group.read in "
+    "`cute.arch.cp_async_bulk_wait_group(self.q_stage - 1 - stage, read=True)`"
+)
+_O_RELEASE = "mbarrier.arrive.shared.b64 in `pipeline_o_epi.consumer_release_w_index(stage)`"
+_S_P_O_RELEASE = "mbarrier.arrive.shared.b64 in `pipeline_s_p_o.consumer_release_w_index(stage)`"
+_Q_RELEASE = (
+    "tcgen05.commit.cta_group::{}.mbarrier::arrive::one.shared::cluster.b64 in "
+    "`pipeline_q.consumer_release_w_index(stage)`"
+)
+_Q_TAIL = "pipeline_q.producer_acquire_w_index_phase(self.q_stage - 1, q_producer_phase)"
 
 _ARRIVE = "dropped: bar.warp.sync in "
 FORWARD_SM100 = {
@@ -118,9 +155,33 @@ FORWARD_SM100 = {
         1,
         _AT_EXIT,
     ),
-    "dropped: tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned in "
-    "`cute.arch.relinquish_tmem_alloc_permit()`": (1, _ALONE),
 }
+_RELINQUISH = "dropped: tcgen05.relinquish_alloc_permit.{}.sync.aligned in "
+_RELINQUISH += "`cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.tiles.pair)`"
+FORWARD_SM100_64 = {
+    **FORWARD_SM100,
+    _RELINQUISH.format("cta_group::1"): (1, _ALONE),
+    _WAIT + "`ring.acquire(kv, self.tiles.v_bytes)`": (1, _STAGES_LEFT),
+    _WAIT + "`ring.acquire(kv, self.tiles.k_bytes)`": (1, _STAGES_LEFT),
+}
+
+_COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 in"
+_WAIT_DQ = "cp.async.bulk.wait_group.read in `cute.arch.cp_async_bulk_wait_group(0, read={})`"
+
+
+def _made(name: str, producer: str) -> str:
+    """Where one of FlashAttention-4's pipelines of products is made."""
+    consumer = "Async" if producer == "Umma" else "Umma"
+    return f"`pipeline_{name} = cutlass.pipeline.Pipeline{producer}{consumer}.create(`"
+
+
+def _begun_twice(*pipelines: tuple[str, str]) -> dict[str, tuple[int, str]]:
+    """Each fences and synchronises for itself, and another one comes behind."""
+    what = "fence.mbarrier_init.release.cluster", "bar.sync"
+    return {
+        f"dropped: {one} in {_made(*names)}": (1, _TWICE) for names in pipelines for one in what
+    }
+
 
 _AT_MBARRIER = "mbarrier.try_wait.parity.shared.b64 in "
 BACKWARD_SM100 = {
@@ -129,11 +190,9 @@ BACKWARD_SM100 = {
     _ARRIVE + "`rings.reduce_dq.commit(number)`": (1, _WHOLE_WARP),
     _ARRIVE + "`rings.compute_p.commit(number)`": (2, _WHOLE_WARP),
 }
-_RELINQUISH = "dropped: tcgen05.relinquish_alloc_permit.cta_group::"
-_RELINQUISHED = "`cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.tiles.pair)`"
 BACKWARD_PAIR = {
     **BACKWARD_SM100,
-    _RELINQUISH + "2.sync.aligned in " + _RELINQUISHED: (1, _ALONE),
+    _RELINQUISH.format("cta_group::2"): (1, _ALONE),
     _ARRIVE + "`rings.load_rows.release(number)`": (2, _Q_FIRST),
     _WAIT + "`rings.load_rows.acquire(number)`": (1, _Q_FIRST),
     _WAIT + "`ring.drain(total * self.uses)`": (4, _KEPT),
@@ -173,19 +232,24 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
             _UNWRITTEN,
         ),
     },
-    "forward-sm100-64": {
+    "forward-sm100-64": FORWARD_SM100_64,
+    "forward-sm100-queue": FORWARD_SM100_64,
+    "forward-sm100-pair": {
         **FORWARD_SM100,
-        _WAIT + "`ring.acquire(kv, self.tiles.v_bytes)`": (1, _STAGES_LEFT),
-        _WAIT + "`ring.acquire(kv, self.tiles.k_bytes)`": (1, _STAGES_LEFT),
+        _RELINQUISH.format("cta_group::2"): (1, _ALONE),
+        _WAIT + "`rings.load_kv.drain(kv)`": (6, _LAST_COMMIT),
+        _WAIT + "`rings.load_q.of(t).drain(work)`": (1, _LAST_COMMIT),
+        "dropped: barrier.cluster.wait in `cute.arch.cluster_wait()`": (1, _DRAINED),
     },
     "forward-sm100-128": {
         **FORWARD_SM100,
+        _RELINQUISH.format("cta_group::1"): (1, _ALONE),
         _ARRIVE + "`load_tile.release(number)`": (2, _FIRST_TILE),
     },
     "backward-sm100-64": {
         **BACKWARD_SM100,
         _ARRIVE + "`cute.arch.sync_warp()`": (4, _LANE_WAITS),
-        _RELINQUISH + "1.sync.aligned in " + _RELINQUISHED: (1, _ALONE),
+        _RELINQUISH.format("cta_group::1"): (1, _ALONE),
         "count + 1: mbarrier.init.shared.b64 in `cute.arch.mbarrier_init(barriers + i, count)`": (
             6,
             _NOT_ROUND,
@@ -201,7 +265,7 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
     "backward-sm100-128": {
         **BACKWARD_PAIR,
         _ARRIVE + "`cute.arch.sync_warp()`": (4, _LANE_WAITS),
-        "dropped: barrier.cluster.wait in `cute.arch.cluster_wait()`": (1, _DRAINED),
+        "dropped: barrier.cluster.wait in `cute.arch.cluster_wait()`": (1, _ALL_AWAITED),
     },
     "backward-sm100-192": {
         **BACKWARD_PAIR,
@@ -236,37 +300,143 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
             _TOGETHER,
         ),
     },
-    # Of samples alone.
     "fa4-backward-sm100": {
-        "D on: tcgen05.mma.cta_group::1.kind::f16 in `@cute.jit`": (1, _NOTHING),
+        **_begun_twice(("S_P", "Umma"), ("dP", "Umma"), ("dKV", "Umma"), ("dQ", "Umma")),
+        **_begun_twice(("dS", "Async"), ("P", "Async")),
+        f"count + 1: mbarrier.init.shared.b64 in {_made('dP', 'Umma')}": (1, _ONCE_FRESH),
+        f"count - 1: mbarrier.init.shared.b64 in {_made('dP', 'Umma')}": (1, _ONCE_FRESH),
+        f"count + 1: mbarrier.init.shared.b64 in {_made('dKV', 'Umma')}": (2, _ONE_TILE),
+        _WAIT + "`pipeline_Q.producer_acquire(`": (1, _FRESH),
+        _WAIT + "`pipeline_dO.producer_acquire(`": (1, _FRESH),
+        # The first, and in the loop.
+        _WAIT + "`pipeline_LSE.producer_acquire(producer_state_Q_LSE)`": (
+            2,
+            f"{_FRESH}; {_Q_FREED}",
+        ),
+        _WAIT + "`pipeline_dPsum.producer_acquire(producer_state_dO_dPsum)`": (1, _FRESH),
+        _WAIT + "`pipeline_S_P.sync_object_empty.wait(0, producer_phase_S)`": (1, _FRESH),
+        _WAIT + "`pipeline_dP.sync_object_empty.wait(0, producer_phase_acc)`": (1, _FRESH),
+        _WAIT + "`pipeline_dQ.sync_object_empty.wait(0, producer_phase_acc)`": (1, _FRESH),
+        _WAIT + "`pipeline_dKV.sync_object_empty.wait(0, producer_phase_dKV)`": (1, _FRESH),
+        _WAIT + "`pipeline_dKV.sync_object_empty.wait(1, producer_phase_dKV)`": (1, _FRESH),
+        _WAIT + "`pipeline_Q.producer_tail(producer_state_Q_LSE.clone())`": (2, _TAIL),
+        _WAIT + "`pipeline_LSE.producer_tail(producer_state_Q_LSE)`": (2, _TAIL),
+        _WAIT + "`pipeline_dO.producer_tail(producer_state_dO_dPsum.clone())`": (1, _TAIL),
+        _WAIT + "`pipeline_dPsum.producer_tail(producer_state_dO_dPsum)`": (1, _TAIL),
+        _WAIT + "`pipeline_dS.producer_acquire(producer_state_dS)`": (1, _DS_READ),
+        # Eight of the last products over queries, which number 64 there.
+        "B on: tcgen05.mma.cta_group::1.kind::f16 in `@cute.jit`": (7, _NOTHING),
+        "D on: tcgen05.mma.cta_group::1.kind::f16 in `@cute.jit`": (4, _NOTHING),
+        f"dropped: {_COMMIT} `pipeline_P.consumer_release(consumer_state_P)`": (1, _ONE_TILE),
+        f"doubled: {_COMMIT} `pipeline_P.consumer_release(consumer_state_P)`": (1, _ONE_TILE),
+        f"before the last product: {_COMMIT} `pipeline_P.consumer_release(consumer_state_P)`": (
+            1,
+            _ONE_TILE,
+        ),
+        f"dropped: {_COMMIT} `pipeline_dS.consumer_release(consumer_state_dS)`": (1, _ONE_TILE),
+        f"doubled: {_COMMIT} `pipeline_dS.consumer_release(consumer_state_dS)`": (1, _ONE_TILE),
+        "dropped: mbarrier.arrive.shared.b64 in "
+        "`pipeline_dKV.consumer_release(consumer_state_dKV)`": (2, _ONE_TILE),
         "doubled: mbarrier.arrive.shared.b64 in "
-        "`pipeline_dKV.consumer_release(consumer_state_dKV)`": (1, _ONE_TILE),
+        "`pipeline_dKV.consumer_release(consumer_state_dKV)`": (2, _ONE_TILE),
+        "dropped: tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned in "
+        "`tmem.relinquish_alloc_permit()`": (1, _ALONE),
+        # Of S, P (LSE was read before that of S), dQ; of dV and dK nobody waits for it.
+        "dropped: bar.warp.sync in `cute.arch.sync_warp()`": (5, _WHOLE_WARP),
+        "dropped: fence.proxy.async.shared::cta in `cute.arch.fence_view_async_shared()`": (
+            3,
+            _UNWRITTEN_SINCE,
+        ),
+        "dropped: bar.sync in `cute.arch.barrier(`": (1, _LAST_BUFFER),
+        "dropped: bar.sync in `self.reduce_sync_barrier.arrive_and_wait()`": (1, _LAST_BUFFER),
+        f"dropped: {_WAIT_DQ.format('read_flag')}": (1, _TWO_WAITS),
+        f"one group more: {_WAIT_DQ.format('read_flag')}": (1, _TWO_WAITS),
+        f"dropped: {_WAIT_DQ.format('True')}": (1, _TWO_WAITS),
+        f"one group more: {_WAIT_DQ.format('True')}": (1, _TWO_WAITS),
     },
+    # Of samples alone.
     "fa4-forward-pair": {
-        "parity flipped: mbarrier.try_wait.parity.shared.b64 in "
-        "`pipeline_kv.producer_tail(kv_producer_state)`": (1, _TMEM_FREE),
-        "lanes on: tcgen05.ld.sync.aligned.32x32b.x16.b32 in "
-        "`cute.copy(thr_tmem_load, tOtO_t2r_i, tOrO_frg)`": (2, _NOT_RUN),
-        "dropped: mbarrier.arrive.shared::cluster.b64 in "
-        "`pipeline_s_p_o.consumer_release_w_index(stage)`": (1, _NOT_RUN),
+        "dropped: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
+            1,
+            _UNUSED,
+        ),
+        "count + 1: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
+            1,
+            _UNUSED,
+        ),
+        "dropped: mbarrier.init.shared.b64 in `obj = PipelineAsyncOg.create(*args, **kwargs)`": (
+            1,
+            _UNUSED,
+        ),
+        "count + 1: mbarrier.init.shared.b64 in `obj = PipelineAsyncOg.create(*args, **kwargs)`": (
+            1,
+            _UNUSED,
+        ),
+        _WAIT + "`pipeline_kv.producer_acquire(producer_state, **extra_kwargs)`": (1, _AFTER_Q),
+        f"dropped: mbarrier.arrive.expect_tx.shared.b64 in `{_Q_TAIL}`": (1, _TAIL_BYTES),
+        "dropped: bar.warp.sync in `cute.arch.sync_warp()`": (1, _WHOLE_WARP),
+        _WAIT + "`pipeline_o_epi.producer_acquire_w_index_phase(self.q_stage - 1, "
+        "corr_epi_producer_phase)`": (1, _OWN_CTA),
     },
     "fa4-forward-sm100": {
-        "adds or not: flipped: tcgen05.mma.cta_group::1.kind::f16 in `@cute.jit`": (1, _HIDDEN),
+        "dropped: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
+            4,
+            _UNUSED,
+        ),
+        "count + 1: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
+            5,
+            _UNUSED,
+        ),
         "count - 1: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
-            1,
-            _ONE_TILE,
+            2,
+            _UNUSED,
         ),
-        "doubled: mbarrier.arrive.shared.b64 in `pipeline_o_epi.consumer_release_w_index(stage)`": (
-            1,
-            _ONE_TILE,
+        "dropped: mbarrier.init.shared.b64 in `obj = PipelineAsyncOg.create(*args, **kwargs)`": (
+            2,
+            _UNUSED,
         ),
-        _WAIT + "`pipeline_sm_stats.producer_acquire_w_index_phase(stage, "
-        "sm_stats_producer_phase)`": (1, _TAIL),
+        "count + 1: mbarrier.init.shared.b64 in `obj = PipelineAsyncOg.create(*args, **kwargs)`": (
+            3,
+            _UNUSED,
+        ),
+        "count - 1: mbarrier.init.shared.b64 in `obj = PipelineAsyncOg.create(*args, **kwargs)`": (
+            2,
+            _UNUSED,
+        ),
+        "dropped: cp.async.bulk.commit_group in `cute.arch.cp_async_bulk_commit_group()`": (
+            1,
+            _NEXT_STORE,
+        ),
+        f"dropped: {_WAIT_STORE}": (1, _ONE_TILE),
+        f"one group more: {_WAIT_STORE}": (1, _ONE_TILE),
+        f"dropped: {_O_RELEASE}": (1, _ONE_TILE),
+        f"doubled: {_O_RELEASE}": (1, _ONE_TILE),
+        f"dropped: {_S_P_O_RELEASE}": (2, _ONE_TILE),
+        f"doubled: {_S_P_O_RELEASE}": (2, _ONE_TILE),
+        f"dropped: {_Q_RELEASE.format(1)}": (1, _ONE_TILE),
+        f"doubled: {_Q_RELEASE.format(1)}": (1, _ONE_TILE),
+        _WAIT + "`pipeline_kv.producer_acquire(producer_state, **extra_kwargs)`": (2, _FRESH),
+        _WAIT + "`pipeline_q.producer_acquire_w_index_phase(stage, phase)`": (2, _FRESH),
         _WAIT + "`pipeline_o_epi.producer_acquire_w_index_phase(stage, corr_epi_producer_phase)`": (
-            1,
+            2,
             _FRESH,
         ),
+        # The first and the last.
+        _WAIT + "`pipeline_sm_stats.producer_acquire_w_index_phase(stage, "
+        "sm_stats_producer_phase)`": (2, f"{_FRESH}; {_TAIL}"),
+        _WAIT + "`pipeline_kv.producer_tail(kv_producer_state)`": (10, _TAIL),
+        _WAIT + f"`{_Q_TAIL}`": (1, _TAIL),
+        **{
+            f"{edit}: mbarrier.arrive.expect_tx.shared.b64 in `{_Q_TAIL}`": (1, _TAIL_BYTES)
+            for edit in ("dropped", "bytes halved", "bytes doubled", "bytes not expected")
+        },
         _WAIT + "`pipeline_o_epi.producer_acquire_w_index_phase(self.q_stage - 1, "
         "corr_epi_producer_phase)`": (1, _TAIL),
+        "adds or not: flipped: tcgen05.mma.cta_group::1.kind::f16 in `@cute.jit`": (3, _HIDDEN),
+        "columns on: tcgen05.ld.sync.aligned.32x32b.x16.b32 in "
+        "`cute.copy(thr_tmem_load, tOtO_t2r_i, tOrO_frg)`": (2, _HIDDEN_O),
+        "dropped: bar.warp.sync in `cute.arch.sync_warp()`": (3, _WHOLE_WARP),
+        "dropped: tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned in "
+        "`tmem.relinquish_alloc_permit()`": (1, _ALONE),
     },
 }

@@ -25,7 +25,7 @@ from hopwell.emulator.session import Session
 from .harmless import HARMLESS
 
 # Tried in this order until one of them shows a fault.
-ORDERS = [("eager", 0), ("deferred", 0), *(("random", seed) for seed in range(4))]
+ORDERS = [("eager", 0), ("deferred", 0), *(("random", seed) for seed in range(8))]
 
 # These can only be dropped.
 DROPPED = (

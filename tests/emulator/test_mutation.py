@@ -17,6 +17,7 @@ from .mutation import Score, survey
         ("forward-sm100-64", 25),
         ("backward-sm100-64", 20),
         ("backward-sm100-128", 20),
+        ("forward-sm100-pair", 25),
         ("fa4-forward-sm100", 40),
         ("fa4-forward-pair", 40),
     ],
