@@ -149,7 +149,6 @@ FORWARD_SM100 = {
     _ARRIVE + "`rings.store_o.of(t).release(work)`": (2, _SAME_LANE),
     _WAIT + "`rings.softmax_stats.of(t).acquire(number)`": (1, _ALPHA_READ),
     _WAIT + "`rings.mma_o.of(t).wait(done + step - 1)`": (2, _S_BEHIND_O),
-    _WAIT + "`ring.acquire(work)`": (1, _BOTH_Q),
     "dropped: cp.async.bulk.wait_group in `cute.arch.cp_async_bulk_wait_group(0)`": (1, _AT_EXIT),
     "one group more: cp.async.bulk.wait_group in `cute.arch.cp_async_bulk_wait_group(0)`": (
         1,
@@ -161,6 +160,7 @@ _RELINQUISH += "`cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.tiles.pa
 FORWARD_SM100_64 = {
     **FORWARD_SM100,
     _RELINQUISH.format("cta_group::1"): (1, _ALONE),
+    _WAIT + "`ring.acquire(work)`": (1, _BOTH_Q),  # not of a pair, if a warp is slow
     _WAIT + "`ring.acquire(kv, self.tiles.v_bytes)`": (1, _STAGES_LEFT),
     _WAIT + "`ring.acquire(kv, self.tiles.k_bytes)`": (1, _STAGES_LEFT),
 }
@@ -244,6 +244,7 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
     "forward-sm100-128": {
         **FORWARD_SM100,
         _RELINQUISH.format("cta_group::1"): (1, _ALONE),
+        _WAIT + "`ring.acquire(work)`": (1, _BOTH_Q),
         _ARRIVE + "`load_tile.release(number)`": (2, _FIRST_TILE),
     },
     "backward-sm100-64": {
