@@ -29,6 +29,7 @@ test: $(installed)
 mutation: $(installed)
 	$(bin)/python -m tests.emulator.mutation forward-64 forward-128 backward-64 fa4-forward fa4-backward \
 		forward-sm100-64 forward-sm100-128 forward-sm100-pair forward-sm100-queue \
+		backward-sm100-64 backward-sm100-128 backward-sm100-192 \
 		fa4-forward-sm100 fa4-forward-pair fa4-backward-sm100 fa4-backward-pair
 
 lint: $(installed)
