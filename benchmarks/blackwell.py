@@ -31,7 +31,7 @@ with most. Bubble: the share of a step in which the binding unit does nothing.
 FlashAttention-4's authors report up to 1605 TFLOP/s forward at d 128 on a B200, 71 % of the peak.
 
 | GPU | kernel | TFLOP/s | of peak | step | {units} | binds | step / bound | bubble |
-|---|---|---|---|---|{dashes}|---|---|---|
+|---|---|---|---|---|{dashes}---|---|---|
 """
 COLUMNS = ("tensor", "shared", *UNITS[:4], "tma")
 

@@ -34,6 +34,13 @@ PICTURE = Path("docs/cost-overlay.png")
 WARPS = (4, 8)  # the first ones of the consumer warpgroups
 STEPS = 8  # K/V tiles: 1,024 keys
 LONG = 150  # clocks: what is shorter is not compared
+# What is done between two edges.
+LABELS = {
+    "k to turns": "first softmax",
+    "k to step": "softmax",
+    "mma_s to mma_o": "issue",
+    "v to stage": "store of O",
+}
 SHADES = ("#2f5f8f", "#e8a838", "#9db8d0", "#c9c9c9")
 
 
@@ -118,15 +125,14 @@ def picture(made: list[Piece], title: str) -> Figure:
             axis.barh(
                 y, width, left=left, height=0.8, color=shade, edgecolor="white", linewidth=0.4
             )
-            if width > 900:
+            if width > 800:
                 colour = "white" if shade == SHADES[0] else "black"
-                text = piece.name.split(" to ")[0]
-                axis.text(
-                    left + width / 2, y, text, ha="center", va="center", fontsize=6, color=colour
-                )
+                style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6}
+                axis.text(left + width / 2, y, LABELS.get(piece.name, ""), color=colour, **style)
             left += width
     labels = [f"consume {warp // 4}, {which}" for warp, which in reversed(rows)]
     axis.set_yticks(range(len(rows)), labels, fontsize=8)
+    axis.tick_params(axis="x", labelsize=8)
     axis.set_xlabel("clocks from the end of the last tile of Q", fontsize=8)
     axis.set_title(title, fontsize=9, loc="left")
     for side in ("top", "right"):

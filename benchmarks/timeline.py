@@ -112,6 +112,7 @@ def picture(made: Sequence[Mark], found: Replay, title: str) -> Figure:
 
 def _lanes(axis: Axes, made: Sequence[Mark], lanes: list[str], view: tuple[float, float]) -> None:
     begin, end = view
+    taken = dict.fromkeys(lanes, begin)  # by names, up to there: spans of two warps may overlap
     for mark in made:
         if mark.end < begin or mark.start > end:
             continue
@@ -120,7 +121,9 @@ def _lanes(axis: Axes, made: Sequence[Mark], lanes: list[str], view: tuple[float
         colour = COLOURS[mark.kind]
         axis.barh(y, right - left, left=left, height=0.8, color=colour, linewidth=0)
         name = f"{mark.name} {mark.visit}" if mark.kind != "wait" else mark.name
-        if len(name) * LETTER * 0.56 < (right - left) / (end - begin):
+        fits = len(name) * LETTER * 0.56 < (right - left) / (end - begin)
+        if fits and left >= taken[mark.lane]:
+            taken[mark.lane] = right
             middle = (left + right) / 2
             style: dict[str, Any] = {"ha": "center", "va": "center", "clip_on": True}
             axis.text(middle, y, name, fontsize=6.5, color=TEXT[mark.kind], **style)
