@@ -62,10 +62,12 @@ class BlackwellBackwardTiles:
             raise ValueError("borrow_as_dq='s': needs score_buffers=2, or S comes too late")
         if self.folded and not self.pair:
             raise ValueError("folded=True: the accumulators of a pair alone")
-        if self.score_buffers not in ((1,) if self.pair else (1, 2)):
-            raise ValueError(f"score_buffers={self.score_buffers}: needs 1, or without a pair 2")
-        if self.stages <= self.score_buffers:  # Q of the buffers, and the first dO
-            raise ValueError(f"stages={self.stages}: needs {self.score_buffers + 1} or more")
+        if self.score_buffers not in (1, 2):
+            raise ValueError(f"score_buffers={self.score_buffers}: needs 1 or 2")
+        # All that comes before Q of the second tile, where S is computed that early, and stays.
+        least = 2 if self.score_buffers == 1 else 4 if self.pair else 3
+        if self.stages < least:
+            raise ValueError(f"stages={self.stages}: needs {least} or more")
         if self.fma_pairs not in range(9):
             raise ValueError(f"fma_pairs={self.fma_pairs}: needs 0 to 8, of 8 pairs")
         entry = registers_at_entry(THREADS)

@@ -355,7 +355,8 @@ def test_sizes_of_rows_of_blackwells_backward() -> None:
     ("change", "message"),
     [
         ({"stages": 1}, r"stages=1: needs 2 or more"),
-        ({"score_buffers": 2}, r"score_buffers=2: needs 1, or without a pair 2"),
+        ({"score_buffers": 3}, r"score_buffers=3: needs 1 or 2"),
+        ({"score_buffers": 2, "stages": 3}, r"stages=3: needs 4 or more"),
         ({"fma_pairs": 9}, r"fma_pairs=9: needs 0 to 8"),
         ({"registers_other": 20}, r"registers_other=20: needs a multiple of 8, 24 to 256"),
         ({"registers_compute": 120}, r"registers_compute=120: setmaxnreg takes from .* 128"),
