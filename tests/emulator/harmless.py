@@ -121,6 +121,7 @@ _TURN = (
     "number_of_threads=self.threads)`"
 )
 _WAIT = "wait dropped: mbarrier.try_wait.parity.shared.b64 in "
+_COMMIT_GROUP = "dropped: wgmma.commit_group.sync.aligned in "
 _K_RELEASE = "mbarrier.arrive.shared.b64 in `k.release()`"
 _RELEASE = "mbarrier.arrive.shared.b64 in `pipeline_q.consumer_release_w_index(0)`"
 _WGMMA_WAIT = "wgmma.wait_group.sync.aligned in `warpgroup.wait_group(wg_wait)`"
@@ -221,10 +222,17 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
         _WAIT + "`stage = load_v.acquire_and_advance()`": (1, _FRESH),
         _WAIT + "`edge.producer_acquire(state)`": (3, _BOTH),
         _WAIT + "`edges.load_k.make_consumer().wait()`": (1, _HANDED_OVER),
-        "dropped: wgmma.commit_group.sync.aligned in `warpgroup.commit_group()`": (
-            24,
+        _COMMIT_GROUP
+        + "`issue(share.mma_s, share.acc_S, share.tSrK.steps()[: len(Q)], Q, False)`": (
+            2,
             _NEXT_COMMIT,
         ),
+        _COMMIT_GROUP
+        + "`issue(share.mma_dv, share.acc_dV, in_registers(as_operand_a(rP)), [dO[i]], "
+        "True)`": (12, _NEXT_COMMIT),
+        _COMMIT_GROUP
+        + "`issue(share.mma_dk, share.acc_dK, in_registers(as_operand_a(rdS)), [Q[i]], "
+        "True)`": (10, _NEXT_COMMIT),
         f"dropped: {_LAST_WAIT}": (1, _AT_END),
         f"one group more: {_LAST_WAIT}": (1, _AT_END),
         "dropped: fence.proxy.async.shared::cta in `cute.arch.fence_view_async_shared()`": (

@@ -38,7 +38,7 @@ def test_head_dims(index: int) -> None:
 
 def check_registers(facts: BackwardFacts) -> None:
     """Nothing is spilled, and no product serialised."""
-    _, resources, ptx = build(facts)
+    _, resources, ptx, _ = build(facts)
     assert len(resources) == 3
     for name, used in resources.items():
         assert used.local_bytes == used.local_instructions == 0, name
