@@ -49,7 +49,7 @@ DQ_WAIT = "            warpgroup.wait_group(0)\n"
 ADD = "            add_quads(acc_dQ, place[None, None, block])\n"
 LAST_BLOCK = "            if const_expr(block == blocks - 1):\n"
 REDUCER, CONSUMERS = r"warp (0, 1, 2, 3|[0-3])", r"warp (4, 5, 6, 7|8, 9, 10, 11|[4-9]|1[01])"
-PRODUCT, STMATRIX = "cute.gemm(", "cute.copy(copy, own.retile(fragment)"
+PRODUCT, STMATRIX = "issue(", "cute.copy(copy, own.retile(fragment)"
 LOAD = "cute.copy(atom, source, slot,"
 
 

@@ -159,7 +159,7 @@ FAULTS = [
         message=rf"write {AT_BYTE} read of wgmma of {CONSUMERS} at {OTHER}: wgmma\.mma_async\S+ .* "
         r"with no synchronisation between them \(CTA \(0, 0, 0\), warp 0\)",
         line="cute.copy(args.load_k,",
-        other="cute.gemm(",
+        other="issue(",
     ),
     Fault(
         "V is released before the product that reads it is waited for",
@@ -171,7 +171,7 @@ FAULTS = [
         message=rf"write {AT_BYTE} read of wgmma of {CONSUMERS} at {OTHER}: wgmma\.mma_async\S+ .* "
         r"with no synchronisation between them \(CTA \(0, 0, 0\), warp 0\)",
         line="cute.copy(args.load_v,",
-        other="cute.gemm(",
+        other="issue(",
     ),
     Fault(
         "Q is released before the product that reads it is waited for",
@@ -191,7 +191,7 @@ FAULTS = [
         message=rf"write {AT_BYTE} read of wgmma of {CONSUMERS} at {OTHER}: wgmma\.mma_async\S+ .* "
         r"with no synchronisation between them \(CTA \(0, 0, 0\), warp 0\)",
         line="cute.copy(args.load_q,",
-        other="cute.gemm(",
+        other="issue(",
         tiles=ONE_STAGE_Q,
         len_kv=ONE_TILE,
         ctas=1,
@@ -505,7 +505,7 @@ FAULTS = [
         kind="race",
         message=rf"read {AT_BYTE} write of the copies on mbarrier at byte 16 at {OTHER}: "
         rf"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them .*{CONSUMERS}",
-        line="cute.gemm(",
+        line="issue(",
         other="cute.copy(args.load_q,",
         tiles=ONE_STAGE_Q,
         ctas=1,
@@ -520,7 +520,7 @@ FAULTS = [
         kind="race",
         message=rf"read {AT_BYTE} write of the copies on mbarrier at byte 16 at {OTHER}: "
         rf"cp\.async\.bulk\.tensor\S+ .* with no synchronisation between them .*{CONSUMERS}",
-        line="cute.gemm(",
+        line="issue(",
         other="cute.copy(args.load_q,",
         len_q=THREE_TILES,
         ctas=1,
@@ -562,7 +562,7 @@ FAULTS = [
         kind="race",
         message=rf"read {AT_BYTE} write of .* at {OTHER}: .* "
         r"with no synchronisation between them",
-        line="cute.gemm(",
+        line="issue(",
         other="cute.copy(args.load_k,",
     ),
     Fault(

@@ -106,7 +106,7 @@ FAULTS = [
             f"{WAIT_FOR_K}                        self.issue_s(rings, operands, t, done + step + "
             "ahead, k)\n": "",
         },
-        races=(S_UNDER_WAY,),
+        races=(S_UNDER_WAY, Race("tensor", P_WRITTEN, S_WRITTEN)),
         order="random",
     ),
     BlackwellFault(
