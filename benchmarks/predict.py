@@ -30,11 +30,11 @@ from ..kernels import (
     forward_kernel,
 )
 from ..kernels.tiles import Tiles, backward_tiles, blackwell_tiles, forward_tiles
+from ..layouts.hardware import L2_BYTES, UMMA_ROWS
 from .cells import BACKWARD, FORWARD, Cell
 
-L2_SECTION = 32 << 20  # bytes of K and V that a section of heads has (layouts/hardware.py)
 # Steps of the loop, and tiles of one CTA, in the runs that the line is put through. On Blackwell
-# the maximum may lag from the ninth step on, and O is then no longer corrected at every one.
+# the maximum lags once l is large, so that after the first steps O is corrected at few of them.
 STEPS, TILES = (6, 12), (2, 4)
 STEPS_BLACKWELL, TILES_BLACKWELL = (10, 18), (1, 2)
 # Rates that the replay does not use.
@@ -60,7 +60,7 @@ class Kernel:
         if self.arch == "sm_90a":
             return self._hopper.tile_q
         row = blackwell_tiles(self.arch, self.head_dim, self.head_dim, self.pair)
-        return 128 * row.q_tiles * row.ctas
+        return UMMA_ROWS * row.q_tiles * row.ctas
 
     @property
     def step(self) -> int:
@@ -216,7 +216,7 @@ def _steps(kernel: Kernel, cell: Cell) -> list[int]:
     else:
         ends = (min(cell.length, (i + 1) * kernel.rows) for i in range(tiles))
         of_tile = [-(-end // kernel.step) for end in ends][::-1]
-    section = max(1, L2_SECTION // (2 * 2 * kernel.head_dim * cell.length))
+    section = max(1, L2_BYTES // (2 * 2 * kernel.head_dim * cell.length))
     order: list[int] = []
     for first in range(0, sequences, section):
         width = min(section, sequences - first)

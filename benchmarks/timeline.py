@@ -19,6 +19,8 @@ from ..emulator.cost.timeline import Mark, chrome, marks, page
 from ..emulator.recording import Recording
 from ..interface.emulate import emulate
 from ..interface.functions import forward
+from ..kernels import BlackwellFacts, ForwardFacts
+from ..kernels.tiles import BLACKWELL, SHORT_LEN_Q, blackwell_tiles, forward_tiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,43 +43,21 @@ def run(arch: str, shape: Sequence[int], causal: bool) -> tuple[list[Recording],
     found = emulation.report.recordings[-1]
     pair = sum(one.cluster == found[0].cluster for one in found) > 1
     first = [one for one in found if one.cluster == found[0].cluster]
-    return first, roles(arch, shape[-1], causal and shape[1] <= 1024, pair)
+    return first, roles(arch, shape[-1], causal and shape[1] <= SHORT_LEN_Q, pair)
 
 
 def roles(arch: str, head_dim: int, short: bool, pair: bool) -> dict[int, str]:
     """The role of each warp of the forward kernel that has one."""
-    from ..kernels.tiles import blackwell_tiles, forward_tiles
+    from ..kernels.fwd_sm90 import FwdSm90
+    from ..kernels.fwd_sm100 import FwdSm100
 
-    if arch == "sm_90a":
-        from ..pipelines.forward_sm90 import forward_graph
-
-        row = forward_tiles(arch, head_dim, head_dim, short)
-        graph = forward_graph(
-            consumer_warpgroups=row.consumer_warpgroups,
-            stages_q=row.stages_q,
-            stages_k=row.stages_k,
-            stages_v=row.stages_v,
-            q_bytes=row.q_bytes,
-            k_bytes=row.k_bytes,
-            v_bytes=row.v_bytes,
-            registers_load=row.registers_load,
-            registers_consume=row.registers_consume,
-        )
+    dims = "bfloat16", head_dim, head_dim, short
+    if arch in BLACKWELL:
+        facts = BlackwellFacts(*dims, pair=pair)
+        graph = FwdSm100(facts, blackwell_tiles(arch, head_dim, head_dim, pair)).graph
     else:
-        from ..pipelines.forward_sm100 import forward_graph as blackwell_graph
-
-        tiles = blackwell_tiles(arch, head_dim, head_dim, pair)
-        graph = blackwell_graph(
-            q_tiles=tiles.q_tiles,
-            stages_kv=tiles.stages_kv,
-            q_bytes=tiles.q_bytes,
-            kv_bytes=(tiles.k_bytes, tiles.v_bytes),
-            borrow_q_as_o=tiles.borrow_q_as_o,
-            pair=pair,
-            registers_softmax=tiles.registers_softmax,
-            registers_correction=tiles.registers_correction,
-            registers_other=tiles.registers_other,
-        )
+        tiles = forward_tiles(arch, head_dim, head_dim, short)
+        graph = FwdSm90(ForwardFacts(*dims, short=short), tiles).graph
     return {warp: role.name for role in graph.roles for warp in role.warps}
 
 

@@ -41,14 +41,14 @@ class BlackwellBackwardTiles:
     head_dim_v: int  # of V and dO
     stages: int  # of the ring of Q and dO
     borrow_as_dq: Literal["s", "dp"] | None  # what dQ takes the place of; None: it has its own
-    registers_reduce: int
-    registers_compute: int  # of two warpgroups
-    registers_other: int  # of the warps that load and issue products
     fma_pairs: int  # of 8 pairs of exponentials, on the FMA units
     reason: str
     score_buffers: int = 1  # of S
     pair: bool = False
     folded: bool = False
+    registers_reduce: int = 88
+    registers_compute: int = 168  # of two warpgroups; with 152, 80 bytes are spilled at 128
+    registers_other: int = 88  # of the warps that load and issue products
 
     tile_q = 128
     dq_by_warps = True  # in the workspace: a warp's part of a block is in one piece
@@ -147,8 +147,7 @@ class BlackwellBackwardTiles:
     @property
     def slot_bytes(self) -> int:
         """One stage of the ring: a tile of Q or dO, of a pair half of it."""
-        columns = max(self.columns, self.columns_v)
-        return self.tile_q * columns * ELEMENT_BYTES // self.ctas
+        return max(self.q_bytes, self.do_bytes)
 
     @property
     def q_bytes(self) -> int:
@@ -237,9 +236,6 @@ BACKWARD_BLACKWELL: tuple[BlackwellBackwardTiles, ...] = (
         stages=8,
         score_buffers=2,
         borrow_as_dq="s",
-        registers_reduce=88,
-        registers_compute=168,
-        registers_other=88,
         fma_pairs=2,
         reason="211 KiB; products take 1,280 clocks a tile, exponentials 1,024 and dS after them: "
         "S of the next tile must be there when dS is done, and tensor memory has room for it",
@@ -249,9 +245,6 @@ BACKWARD_BLACKWELL: tuple[BlackwellBackwardTiles, ...] = (
         head_dim_v=96,
         stages=5,
         borrow_as_dq="dp",
-        registers_reduce=88,
-        registers_compute=168,
-        registers_other=88,
         fma_pairs=0,
         reason="219 KiB; S of the next tile takes the place of P and dS as soon as dK is computed",
     ),
@@ -260,9 +253,6 @@ BACKWARD_BLACKWELL: tuple[BlackwellBackwardTiles, ...] = (
         head_dim_v=120,
         stages=3,
         borrow_as_dq="dp",
-        registers_reduce=88,
-        registers_compute=168,
-        registers_other=88,
         fma_pairs=0,
         reason="211 KiB",
     ),
@@ -272,9 +262,6 @@ BACKWARD_BLACKWELL: tuple[BlackwellBackwardTiles, ...] = (
         stages=4,
         borrow_as_dq="dp",
         pair=True,
-        registers_reduce=88,
-        registers_compute=168,
-        registers_other=88,
         fma_pairs=0,
         reason="211 KiB; a load for each product, half of its B; each has the time of four others",
     ),
@@ -285,9 +272,6 @@ BACKWARD_BLACKWELL: tuple[BlackwellBackwardTiles, ...] = (
         borrow_as_dq=None,
         pair=True,
         folded=True,
-        registers_reduce=88,
-        registers_compute=168,
-        registers_other=88,
         fma_pairs=0,
         reason="203 KiB; of 128 keys dK and dV would leave 192 columns to S, dP and dQ",
     ),
@@ -298,9 +282,6 @@ BACKWARD_BLACKWELL: tuple[BlackwellBackwardTiles, ...] = (
         borrow_as_dq=None,
         pair=True,
         folded=True,
-        registers_reduce=88,
-        registers_compute=168,
-        registers_other=88,
         fma_pairs=0,
         reason="227 KiB; of 128 keys dK and dV would take all of tensor memory",
     ),

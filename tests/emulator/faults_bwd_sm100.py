@@ -39,9 +39,6 @@ ALONE = BlackwellBackwardTiles(
     head_dim_v=32,
     stages=3,
     borrow_as_dq="dp",
-    registers_reduce=88,
-    registers_compute=168,
-    registers_other=88,
     fma_pairs=0,
     reason="small",
 )
