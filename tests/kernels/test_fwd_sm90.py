@@ -342,9 +342,11 @@ def test_each_of_many_tiles_is_computed_once_whoever_takes_it(
     c = case(facts, 700, 150, (2, 1), batch=2)
     counts = run_on(3, facts, c, order="random", seed=seed)
     check(facts, c)
-    # Each tile's number but the first of a CTA is drawn, and each CTA draws once in vain.
+    # Each tile's number but the first of a CTA is drawn, and each CTA draws once in vain: a slow
+    # one draws a tile or two, but every one takes part, in turns.
     assert Counter(drawn).total() == 16
-    assert min(Counter(drawn).values()) > 2 and list(drawn) != sorted(drawn)
+    assert len(Counter(drawn)) == 3 and min(Counter(drawn).values()) > 1
+    assert list(drawn) != sorted(drawn)
     # Computed twice, a tile would be right as well.
     expected = emulator.run(build(facts).call, *c.arguments).counters
     written = c.o.nbytes + c.lse.nbytes + 4 * (16 + 1)  # the counter is drawn from and cleared
