@@ -13,8 +13,9 @@ Overlap: between dK of a tile and dV of the next there are S and dP of the next 
          to compute, while the exponentials of the next are: the order is that of `issue`.
 Pair:    two CTAs, at neighbouring keys, issue their products together and each load half of what
          they read as B: rows of Q and dO for S and dP, columns of Q, dO and K for dK, dV and dQ.
-         dQ of both is one product: each CTA has half of its rows, and so of dS needs half of the
-         queries, but of all keys. The other half goes into the other CTA's shared memory.
+         dQ of both is one product: each CTA has half of its rows (one of two tiles, or half of
+         each: `dq_tiles`), and so of dS needs half of the queries, but of all keys. The other half
+         goes into the other CTA's shared memory.
 Folded:  of head dims past 128 a CTA has 64 keys: columns of S, dP, dV and dK are in two halves, the
          second in lanes 64 to 127, and P and dS are operands in smem.
 Order:   a CTA visits the query heads of its group one after the other, and in each the tiles of Q
@@ -64,7 +65,6 @@ from .wgmma import narrow
 COMPUTE_WARPGROUPS = 2
 SLICE = 32  # columns of dP, or of a gradient, in registers at once
 WORD_ELEMENTS = 2  # of P and dS in a column of TMEM
-HALF_ROWS = UMMA_ROWS // 2  # of a folded accumulator, and of dQ of a CTA of a pair
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Smem:
     k: cute.Tensor  # (keys, columns, 1); at the end dK
     kt: cute.Tensor  # (tile_kv, columns, 1), of a pair half of the columns
     v: cute.Tensor  # (keys, columns_v, 1); at the end dV
-    ds: cute.Tensor  # (tile_kv, tile_q, 1), of a pair half of the queries
+    ds: cute.Tensor  # (tile_kv, dq_rows, 1)
     p: cute.Tensor | None  # (keys, tile_q, 1), folded alone
     dst: cute.Tensor | None  # as p: dS as the operand of dK
     rows: cute.Tensor  # (tile_q, LSE and D, stage), float32
@@ -159,14 +159,14 @@ class BwdSm100(BwdMain):
         self.shape_k = (keys, tiles.columns)
         self.shape_kt = (tiles.tile_kv, tiles.columns // ctas)
         self.shape_v = (keys, tiles.columns_v)
-        self.shape_ds = (tiles.tile_kv, tile_q // ctas)
+        self.shape_ds = (tiles.tile_kv, tiles.dq_rows)
         self.shape_p = (keys, tile_q)
         # Of the products, both CTAs' together:
         rows = UMMA_ROWS if tiles.folded else UMMA_ROWS * ctas
         self.product_s = (rows, tile_q)
         self.product_dv = (rows, tiles.columns_v)
         self.product_dk = (rows, tiles.columns)
-        self.product_dq = (UMMA_ROWS, tiles.columns)
+        self.product_dq = (UMMA_ROWS * tiles.dq_tiles, tiles.columns)
         # Which load of a tile of Q each product reads, and whether it is the last to.
         self.uses = 4 if tiles.pair else 2
         self.use = dict(s=0, dp=1, dv=2, dk=3) if tiles.pair else dict(s=0, dp=1, dv=1, dk=0)
@@ -458,12 +458,14 @@ class BwdSm100(BwdMain):
             else:
                 if number + ahead < total:
                     self.issue_s(rings, operands, number + ahead)
-                if const_expr(self.tiles.borrow_as_dq is None):
-                    rings.reduce_dq.wait(number - 1)  # before the first: passes
-                self.issue_dq(rings, operands, number)
-                if const_expr(self.tiles.borrow_as_dq == "dp"):
-                    rings.reduce_dq.wait(number)
+                tiles = self.tiles.dq_tiles
+                if const_expr(tiles == 1) or (number % tiles == tiles - 1) | (number + 1 == total):
+                    if const_expr(self.tiles.borrow_as_dq is None):
+                        rings.reduce_dq.wait(number // tiles - 1)  # before the first: passes
+                    self.issue_dq(rings, operands, number // tiles)
                 if number + 1 < total:
+                    if const_expr(self.tiles.borrow_as_dq == "dp"):
+                        rings.reduce_dq.wait((number + 1) // tiles - 1)
                     self.issue_dp(rings, operands, number + 1)
         rings.mma_dkv.commit(0, operands.leader)
 
@@ -568,7 +570,7 @@ class BwdSm100(BwdMain):
 
     @cute.jit
     def issue_dq(self, rings, operands: Operands, number: Int32):
-        """dQ = dS K."""
+        """dQ = dS K, of `dq_tiles`; `number` counts these."""
         product = Product(
             self.dtype, self.product_dq, self.tiles.pair, a_transposed=True, b_transposed=True
         )
@@ -629,14 +631,15 @@ class BwdSm100(BwdMain):
         part = Part(half, thread, thread % self.tiles.keys, first, Int32(rank))
         scale_log2 = args.scale * LOG2_E
         total, gqa_group = self.visits(args, keys)
+        only = total == 1
         number = Int32(0)  # of the tile, in the order of visits
         for _ in cutlass.range(gqa_group, unroll=1):
             for turn in cutlass.range(keys.begin, keys.full, unroll=1):
                 q_tile = keys.turned(turn)
-                self.step(rings, smem, base, part, keys, number, scale_log2, q_tile, True)
+                self.step(rings, smem, base, part, keys, number, only, scale_log2, q_tile, True)
                 number += 1
             for _ in cutlass.range(keys.full, keys.end, unroll=1):
-                self.step(rings, smem, base, part, keys, number, scale_log2, None, False)
+                self.step(rings, smem, base, part, keys, number, only, scale_log2, None, False)
                 number += 1
         cute.arch.griddepcontrol_launch_dependents()
         rings.mma_dkv.wait(0)
@@ -664,6 +667,7 @@ class BwdSm100(BwdMain):
         part: Part,
         keys: Keys,
         number: Int32,
+        only: Boolean,  # the one tile of this CTA
         scale_log2: Float32,
         q_tile: Int32 | None,  # needed for the mask alone
         masked: cutlass.Constexpr[bool],
@@ -717,7 +721,7 @@ class BwdSm100(BwdMain):
             # It read dS of the tile before. Else dP, awaited above, was issued behind it. At the
             # first tile this passes.
             rings.mma_dq.wait(number - 1)
-        self.hand_out(rdS, smem, part)
+        self.hand_out(rdS, smem, part, number, only)
         tmem.before_handing_over()
         rings.compute_ds.commit(number)
 
@@ -783,21 +787,27 @@ class BwdSm100(BwdMain):
             cute.autovec_copy(octet, target)
 
     @cute.jit
-    def hand_out(self, rdS: cute.Tensor, smem: Smem, part: Part):
+    def hand_out(self, rdS: cute.Tensor, smem: Smem, part: Part, number: Int32, only: Boolean):
         """dS to where dQ's product reads it; of a pair to the CTA that has these rows of dQ."""
         if const_expr(self.tiles.pair):
-            cta = part.first // HALF_ROWS
+            row = number % self.tiles.dq_tiles * self.tiles.tile_q + part.first  # of the product
+            cta = row // self.tiles.dq_rows
             line = smem.ds[part.rank * self.tiles.keys + part.key, None, 0]
-            for c in cutlass.range_constexpr(0, cute.size(rdS), OCTET):
-                octet = cute.make_tensor(rdS.iterator + c, cute.make_layout(OCTET))
-                target = cute.local_tile(
-                    line, (OCTET,), (part.first % HALF_ROWS // OCTET + c // OCTET,)
-                )
-                store_to_cta(octet, target, cta)
+            self.write_to_cta(rdS, line, row % self.tiles.dq_rows, cta)
+            if const_expr(self.tiles.dq_tiles > 1):
+                if only:  # something for the rows of a tile that is not there
+                    self.write_to_cta(rdS, line, row % self.tiles.dq_rows, 1 - cta)
             cute.arch.fence_proxy("async.shared", space="cluster")
         else:
             self.write(rdS, smem.ds[part.key, None, 0], part.first)
             cute.arch.fence_view_async_shared()
+
+    def write_to_cta(self, values: cute.Tensor, line: cute.Tensor, first: Int32, cta: Int32) -> None:
+        """As `write`, to the shared memory of a CTA of the pair."""
+        for c in range(0, cute.size(values), OCTET):
+            octet = cute.make_tensor(values.iterator + c, cute.make_layout(OCTET))
+            target = cute.local_tile(line, (OCTET,), (first // OCTET + c // OCTET,))
+            store_to_cta(octet, target, cta)
 
     @cute.jit
     def store(
@@ -843,21 +853,27 @@ class BwdSm100(BwdMain):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cute.arch.griddepcontrol_wait()  # for the zeros in dQ
         q_tile, head = keys.start, keys.head * gqa_group
-        for number in cutlass.range(total, unroll=1):
+        own, block = total, rank  # tiles whose dQ this CTA adds, and which block of it
+        if const_expr(self.tiles.dq_tiles > 1):
+            own, block = (total + 1 - rank) // 2, 0
+            if rank == 1:
+                q_tile, head = keys.after(q_tile, head)
+        for number in cutlass.range(own, unroll=1):
             rings.mma_dq.wait(number)
             tmem.after_taking_over()
             dq, place = args.workspace.dq, (0, warp * WARP_THREADS, 0)
-            there = cute.domain_offset((place, rank, q_tile, head, keys.batch), dq).iterator
+            there = cute.domain_offset((place, block, q_tile, head, keys.batch), dq).iterator
             turn = None
             if const_expr(self.facts.deterministic):
-                mine = rank * WARPGROUP_WARPS + warp, q_tile, head, keys.batch
+                mine = block * WARPGROUP_WARPS + warp, q_tile, head, keys.batch
                 counter = cute.domain_offset(mine, args.workspace.turns).iterator
                 turn = WarpTurn(counter, self.rank(args, keys, q_tile))
                 turn.wait()
             self.add_dq(rings, smem, base, there, number, thread)
             if const_expr(self.facts.deterministic):
                 turn.release()
-            q_tile, head = keys.after(q_tile, head)
+            for _ in range(self.tiles.dq_tiles):
+                q_tile, head = keys.after(q_tile, head)
         if lane() == 0:
             cute.arch.cp_async_bulk_wait_group(0)
         tmem.before_handing_over()

@@ -29,10 +29,11 @@ class BlackwellBackwardTiles:
     """Shape and resources of the main kernel of Blackwell's backward; a tile of Q has 128 rows.
 
     A CTA has 128 keys, and P and dS are operands in tensor memory. Of a pair of CTAs each loads
-    half of what its products read as B; they exchange halves of dS, and each adds half of dQ. Where
-    tensor memory has no room for dK and dV of 128 keys a CTA of a pair has 64 (`folded`): the
-    columns of its accumulators are in two halves, one in the lanes behind the other, and P and dS
-    are operands in shared memory.
+    half of what its products read as B; they exchange halves of dS, and each adds half of dQ: of
+    two tiles of Q one each, or, where shared or tensor memory has no room for that (`dq_tiles`),
+    half of the rows of each. Where tensor memory has no room for dK and dV of 128 keys a CTA of a
+    pair has 64 (`folded`): the columns of its accumulators are in two halves, one in the lanes
+    behind the other, and P and dS are operands in shared memory.
 
     Raises ValueError, naming the field and its value, for a row that the SM cannot run.
     """
@@ -46,6 +47,7 @@ class BlackwellBackwardTiles:
     score_buffers: int = 1  # of S
     pair: bool = False
     folded: bool = False
+    dq_tiles: int = 1  # of Q, whose dQ is one product: of two, each CTA of a pair has one
     registers_reduce: int = 88
     registers_compute: int = 168  # of two warpgroups; with 152, 80 bytes are spilled at 128
     registers_other: int = 88  # of the warps that load and issue products
@@ -62,6 +64,10 @@ class BlackwellBackwardTiles:
             raise ValueError("borrow_as_dq='s': needs score_buffers=2, or S comes too late")
         if self.folded and not self.pair:
             raise ValueError("folded=True: the accumulators of a pair alone")
+        if self.dq_tiles not in (1, self.ctas):
+            raise ValueError(f"dq_tiles={self.dq_tiles}: needs 1, or of a pair 2")
+        if self.dq_tiles == 2 and self.borrow_as_dq == "s":
+            raise ValueError("dq_tiles=2: dQ of two tiles takes the place of dP, or has its own")
         if self.score_buffers not in (1, 2):
             raise ValueError(f"score_buffers={self.score_buffers}: needs 1 or 2")
         # All that comes before Q of the second tile, where S is computed that early, and stays.
@@ -123,8 +129,8 @@ class BlackwellBackwardTiles:
 
     @property
     def dq_tmem_columns(self) -> int:
-        """Columns of tensor memory that dQ takes: a pair's is folded, 64 rows a CTA."""
-        return self.columns // self.ctas
+        """Columns of tensor memory that dQ takes: a pair's of one tile is folded."""
+        return self.columns * self.dq_rows // UMMA_ROWS
 
     @property
     def tmem(self) -> TmemMap:
@@ -171,8 +177,8 @@ class BlackwellBackwardTiles:
 
     @property
     def ds_bytes(self) -> int:
-        """dS as the operand of dQ: of a pair half of the queries of all keys."""
-        return self.tile_kv * self.tile_q * ELEMENT_BYTES // self.ctas
+        """dS as the operand of dQ: all keys."""
+        return self.tile_kv * self.dq_rows * ELEMENT_BYTES
 
     @property
     def row_bytes(self) -> int:
@@ -206,22 +212,22 @@ class BlackwellBackwardTiles:
     @property
     def dq_block(self) -> tuple[int, int]:
         """(columns, rows) of the blocks of dQ: what one CTA adds."""
-        return self.columns, self.tile_q // self.ctas
+        return self.columns, self.dq_rows
 
     @property
     def dq_rows(self) -> int:
         """Rows of a block."""
-        return self.dq_block[1]
+        return self.tile_q * self.dq_tiles // self.ctas
 
     @property
     def dq_blocks(self) -> int:
         """Blocks of the dQ of a tile of Q."""
-        return self.ctas
+        return self.tile_q // self.dq_rows
 
     @property
     def turns(self) -> int:
-        """Who takes turns at a tile of dQ, each for itself: the warps of each CTA that adds."""
-        return WARPGROUP_WARPS * self.ctas
+        """Who takes turns at a tile of dQ, each for itself: the warps that add its blocks."""
+        return WARPGROUP_WARPS * self.dq_blocks
 
     def workspace_floats(self, batch: int, heads_q: int, len_q: int, turns: bool) -> int:
         """The dQ accumulator, LSE and D, in float32, and with `turns` its counters."""
@@ -259,11 +265,13 @@ BACKWARD_BLACKWELL: tuple[BlackwellBackwardTiles, ...] = (
     BlackwellBackwardTiles(
         head_dim=128,
         head_dim_v=128,
-        stages=4,
+        stages=3,
         borrow_as_dq="dp",
         pair=True,
+        dq_tiles=2,
         fma_pairs=0,
-        reason="211 KiB; a load for each product, half of its B; each has the time of four others",
+        reason="227 KiB; a load for each product, half of its B; dQ of two tiles at once reads half "
+        "of the bytes of K, for a fourth stage",
     ),
     BlackwellBackwardTiles(
         head_dim=192,

@@ -44,6 +44,7 @@ ALONE = BlackwellBackwardTiles(
 )
 TWO_S = replace(ALONE, stages=4, score_buffers=2, borrow_as_dq="s")
 PAIR_TWO_S = replace(TWO_S, pair=True)
+DQ_OF_TWO = replace(ALONE, pair=True, dq_tiles=2)
 FOLDED = replace(ALONE, pair=True, folded=True, borrow_as_dq=None)
 MANY_STAGES = replace(FOLDED, stages=9)  # LSE and D are alone in waiting for their place
 LEN_Q, LEN_KV = 300, 200
@@ -113,13 +114,13 @@ FAULTS = [
     ),
     BlackwellBackwardFault(
         "halves of dS go to the wrong CTAs",
-        {"cta = part.first // HALF_ROWS": "cta = 1 - part.first // HALF_ROWS"},
+        {"cta = row // self.tiles.dq_rows": "cta = 1 - row // self.tiles.dq_rows"},
         kind="numbers",
         message="dq is off",
     ),
     BlackwellBackwardFault(
         "both halves of dS stay",
-        {"cta = part.first // HALF_ROWS": "cta = part.rank"},
+        {"cta = row // self.tiles.dq_rows": "cta = part.rank"},
         races=(Race("shared", DS_HANDED_OUT, DS_HANDED_OUT),),
     ),
     BlackwellBackwardFault(
@@ -151,6 +152,24 @@ FAULTS = [
         kind="barrier misuse",
         message=r"an mbarrier of CTA 0 of the cluster is used, which (has|may have) ended",
         line="rings.reduce_dq.commit(number)",
+    ),
+    BlackwellBackwardFault(
+        "dQ of two tiles is computed when the first of them is there",
+        {"(number % tiles == tiles - 1)": "(number % tiles == 0)"},
+        kind="uninitialised read",
+        message="shared memory is read before anything wrote it",
+        line=BY_SMEM,
+        tiles=DQ_OF_TWO,
+    ),
+    BlackwellBackwardFault(
+        "of two tiles of dQ both CTAs add to the first",
+        {
+            "            if rank == 1:\n"
+            "                q_tile, head = keys.after(q_tile, head)\n": "            pass\n"
+        },
+        kind="numbers",
+        message="dq is off",
+        tiles=DQ_OF_TWO,
     ),
     BlackwellBackwardFault(
         "folded accumulators: the halves of queries change places",
@@ -186,8 +205,8 @@ FAULTS = [
     BlackwellBackwardFault(
         "dP of the next tile is issued before dQ is read",
         {
-            '                if const_expr(self.tiles.borrow_as_dq == "dp"):\n'
-            "                    rings.reduce_dq.wait(number)\n": ""
+            '                    if const_expr(self.tiles.borrow_as_dq == "dp"):\n'
+            "                        rings.reduce_dq.wait((number + 1) // tiles - 1)\n": ""
         },
         races=(Race("tensor", DQ_READ, SCORES_WRITTEN),),
         tiles=ALONE,
@@ -290,7 +309,12 @@ FAULTS = [
 ]
 SOUND = [
     BlackwellBackwardFault(name, {}, kind="", tiles=tiles)
-    for name, tiles in (("alone", ALONE), ("pair", PAIR_TWO_S), ("folded", FOLDED))
+    for name, tiles in (
+        ("alone", ALONE),
+        ("pair", PAIR_TWO_S),
+        ("dQ of two tiles", DQ_OF_TWO),
+        ("folded", FOLDED),
+    )
 ]
 
 

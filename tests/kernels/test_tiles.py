@@ -340,7 +340,7 @@ def test_sizes_of_rows_of_blackwells_backward() -> None:
     assert [row.tile_kv for row in (alone, pair, folded)] == [128, 256, 128]
     assert [row.keys for row in (alone, pair, folded)] == [128, 128, 64]
     assert alone.slot_bytes == 2 * pair.slot_bytes == 32 * 1024
-    assert alone.dq_block == (128, 128) and pair.dq_block == (128, 64)
+    assert alone.dq_block == pair.dq_block == (128, 128) and folded.dq_block == (256, 64)
     assert pair.tmem.columns == {
         "s": (0, 128),
         "dp": (128, 128),
@@ -348,7 +348,8 @@ def test_sizes_of_rows_of_blackwells_backward() -> None:
         "dk": (384, 128),
     }
     assert folded.tmem.columns["dq"] == (384, 128)
-    assert pair.workspace_floats(2, 3, 129, True) == 6 * 2 * (128 * 130 + 8)
+    assert pair.workspace_floats(2, 3, 129, True) == 6 * 2 * (128 * 130 + 4)
+    assert folded.workspace_floats(2, 3, 129, True) == 6 * 2 * (128 * 258 + 8)
 
 
 @pytest.mark.parametrize(
@@ -367,6 +368,8 @@ def test_sizes_of_rows_of_blackwells_backward() -> None:
         ({"borrow_as_dq": "s"}, r"borrow_as_dq='s': needs score_buffers=2"),
         ({"borrow_as_dq": None}, r"ends at column \d+: there are 512"),
         ({"folded": True, "pair": False}, r"folded=True: the accumulators of a pair"),
+        ({"pair": False}, r"dq_tiles=2: needs 1, or of a pair 2"),
+        ({"borrow_as_dq": "s", "score_buffers": 2, "stages": 4}, r"dq_tiles=2: .* place of dP"),
         ({"head_dim": 12}, r"head_dim=12: needs a multiple of 8"),
     ],
 )
