@@ -459,7 +459,7 @@ class BwdSm100(BwdMain):
                 if number + ahead < total:
                     self.issue_s(rings, operands, number + ahead)
                 tiles = self.tiles.dq_tiles
-                if const_expr(tiles == 1) or (number % tiles == tiles - 1) | (number + 1 == total):
+                if (tiles == 1) or (number % tiles == tiles - 1) | (number + 1 == total):
                     if const_expr(self.tiles.borrow_as_dq is None):
                         rings.reduce_dq.wait(number // tiles - 1)  # before the first: passes
                     self.issue_dq(rings, operands, number // tiles)
@@ -631,15 +631,20 @@ class BwdSm100(BwdMain):
         part = Part(half, thread, thread % self.tiles.keys, first, Int32(rank))
         scale_log2 = args.scale * LOG2_E
         total, gqa_group = self.visits(args, keys)
-        only = total == 1
+        if self.tiles.dq_tiles > 1 and total == 1 and part.rank == 1:
+            # dQ of the second tile is computed, too, but there is none: of anything written.
+            nothing = cute.make_rmem_tensor(self.tiles.dq_rows, self.dtype)
+            nothing.fill(0.0)
+            self.write(nothing, smem.ds[half * WARPGROUP_THREADS + thread, None, 0], Int32(0))
+            cute.arch.fence_view_async_shared()
         number = Int32(0)  # of the tile, in the order of visits
         for _ in cutlass.range(gqa_group, unroll=1):
             for turn in cutlass.range(keys.begin, keys.full, unroll=1):
                 q_tile = keys.turned(turn)
-                self.step(rings, smem, base, part, keys, number, only, scale_log2, q_tile, True)
+                self.step(rings, smem, base, part, keys, number, scale_log2, q_tile, True)
                 number += 1
             for _ in cutlass.range(keys.full, keys.end, unroll=1):
-                self.step(rings, smem, base, part, keys, number, only, scale_log2, None, False)
+                self.step(rings, smem, base, part, keys, number, scale_log2, None, False)
                 number += 1
         cute.arch.griddepcontrol_launch_dependents()
         rings.mma_dkv.wait(0)
@@ -667,7 +672,6 @@ class BwdSm100(BwdMain):
         part: Part,
         keys: Keys,
         number: Int32,
-        only: Boolean,  # the one tile of this CTA
         scale_log2: Float32,
         q_tile: Int32 | None,  # needed for the mask alone
         masked: cutlass.Constexpr[bool],
@@ -721,7 +725,7 @@ class BwdSm100(BwdMain):
             # It read dS of the tile before. Else dP, awaited above, was issued behind it. At the
             # first tile this passes.
             rings.mma_dq.wait(number - 1)
-        self.hand_out(rdS, smem, part, number, only)
+        self.hand_out(rdS, smem, part, number)
         tmem.before_handing_over()
         rings.compute_ds.commit(number)
 
@@ -787,27 +791,21 @@ class BwdSm100(BwdMain):
             cute.autovec_copy(octet, target)
 
     @cute.jit
-    def hand_out(self, rdS: cute.Tensor, smem: Smem, part: Part, number: Int32, only: Boolean):
+    def hand_out(self, rdS: cute.Tensor, smem: Smem, part: Part, number: Int32):
         """dS to where dQ's product reads it; of a pair to the CTA that has these rows of dQ."""
         if const_expr(self.tiles.pair):
             row = number % self.tiles.dq_tiles * self.tiles.tile_q + part.first  # of the product
             cta = row // self.tiles.dq_rows
             line = smem.ds[part.rank * self.tiles.keys + part.key, None, 0]
-            self.write_to_cta(rdS, line, row % self.tiles.dq_rows, cta)
-            if const_expr(self.tiles.dq_tiles > 1):
-                if only:  # something for the rows of a tile that is not there
-                    self.write_to_cta(rdS, line, row % self.tiles.dq_rows, 1 - cta)
+            first = row % self.tiles.dq_rows
+            for c in cutlass.range_constexpr(0, cute.size(rdS), OCTET):
+                octet = cute.make_tensor(rdS.iterator + c, cute.make_layout(OCTET))
+                target = cute.local_tile(line, (OCTET,), (first // OCTET + c // OCTET,))
+                store_to_cta(octet, target, cta)
             cute.arch.fence_proxy("async.shared", space="cluster")
         else:
             self.write(rdS, smem.ds[part.key, None, 0], part.first)
             cute.arch.fence_view_async_shared()
-
-    def write_to_cta(self, values: cute.Tensor, line: cute.Tensor, first: Int32, cta: Int32) -> None:
-        """As `write`, to the shared memory of a CTA of the pair."""
-        for c in range(0, cute.size(values), OCTET):
-            octet = cute.make_tensor(values.iterator + c, cute.make_layout(OCTET))
-            target = cute.local_tile(line, (OCTET,), (first // OCTET + c // OCTET,))
-            store_to_cta(octet, target, cta)
 
     @cute.jit
     def store(

@@ -270,8 +270,8 @@ BACKWARD_BLACKWELL: tuple[BlackwellBackwardTiles, ...] = (
         pair=True,
         dq_tiles=2,
         fma_pairs=0,
-        reason="227 KiB; a load for each product, half of its B; dQ of two tiles at once reads half "
-        "of the bytes of K, for a fourth stage",
+        reason="227 KiB; a load for each product, half of its B; instead of a fourth stage dS of "
+        "two tiles, whose dQ, computed at once, reads half of the bytes of K",
     ),
     BlackwellBackwardTiles(
         head_dim=192,

@@ -113,12 +113,14 @@ def backward(head_dim: int) -> Case:
     return Case(run, strict=True)
 
 
-def backward_sm100(head_dim: int, head_dim_v: int, len_q: int, len_kv: int) -> Case:
+def backward_sm100(
+    head_dim: int, head_dim_v: int, len_q: int, len_kv: int, causal: bool = False
+) -> Case:
     """Our own backward kernels for Blackwell: two K/V tiles, of CTAs or of pairs, the last one
     ragged; more loads of Q and dO than the ring has stages, and dQ of several tiles."""
     q, k, _ = _inputs(len_q, len_kv, head_dim)
     dout, _, v = _inputs(len_q, len_kv, head_dim_v)
-    facts = BackwardFacts("bfloat16", head_dim, head_dim_v, causal=False)
+    facts = BackwardFacts("bfloat16", head_dim, head_dim_v, causal)
     function, fakes, options = backward_function("sm_100a", facts)
     compiled = loader.compile(function, *fakes, arch="sm_100a", options=options)
     out, lse = torch.randn_like(dout), torch.full((1, 1, len_q), 6.0)
@@ -178,7 +180,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "forward-sm100-pair": lambda: forward_sm100_pair(128),
     "forward-sm100-queue": lambda: forward_sm100(64, launch_queue=True),
     "backward-sm100-64": lambda: backward_sm100(64, 64, 600, 150),
-    "backward-sm100-128": lambda: backward_sm100(128, 128, 400, 300),
+    # Pairs that visit five, three and one tile of Q: dQ of two, and of one alone.
+    "backward-sm100-128": lambda: backward_sm100(128, 128, 520, 520, causal=True),
     "backward-sm100-192": lambda: backward_sm100(192, 128, 400, 150),
     "fa4-forward": lambda: fa4_forward(128, causal=True),
     "fa4-backward": lambda: fa4_backward(128, causal=True),
