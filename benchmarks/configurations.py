@@ -107,6 +107,7 @@ _ONE = _change(stages_k=1, stages_v=1)
 _THREE = _change(stages_k=3, stages_v=3)
 _TWO_GROUPS = _change(consumer_warpgroups=2, registers_load=40, registers_consume=232)
 _FREE = _change(ping_pong=False)
+_TURNS = _change(ping_pong_full=True)
 CONFIGURATIONS = (
     Configuration(64, False, 16384, True),
     Configuration(64, False, 4096, False),
@@ -117,15 +118,15 @@ CONFIGURATIONS = (
     Configuration(64, False, 4096, False, change=_FREE),
     Configuration(64, True, 4096, True, change=_THREE),
     Configuration(64, False, 4096, False, change=_ONE),
-    Configuration(128, False, 16384, False),
-    Configuration(128, False, 4096, True),
-    Configuration(128, False, 1024, True),
+    Configuration(128, False, 16384, False, change=_TURNS),
+    Configuration(128, False, 4096, True, change=_TURNS),
+    Configuration(128, False, 1024, True, change=_TURNS),
     Configuration(128, True, 16384, True),
     Configuration(128, True, 2048, False),
-    Configuration(128, False, 4096, False, change=_change(tile_kv=64)),
-    Configuration(128, False, 4096, True, change=_change(tile_kv=112)),
+    Configuration(128, False, 4096, False, change=_change(tile_kv=64) + _TURNS),
+    Configuration(128, False, 4096, True, change=_change(tile_kv=112) + _TURNS),
     Configuration(128, False, 8192, False, change=_FREE),
-    Configuration(128, False, 4096, True, change=_ONE),
+    Configuration(128, False, 4096, True, change=_ONE + _TURNS),
     Configuration(256, False, 16384, True),
     Configuration(256, False, 1024, False),
     Configuration(256, True, 4096, False),

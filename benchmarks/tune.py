@@ -49,7 +49,8 @@ def neighbours(row: Tiles) -> dict[str, Tiles]:
     }
     changes: dict[str, dict[str, Any]] = {
         ROW: {},
-        "turns" if not row.ping_pong else "no turns": {"ping_pong": not row.ping_pong},
+        "turns": {"ping_pong": True, "ping_pong_full": None},
+        "no turns": {"ping_pong": False, "ping_pong_full": None},
         f"{3 - row.stages_q} stages of Q": {"stages_q": 3 - row.stages_q},
         **stages,
         **widths,

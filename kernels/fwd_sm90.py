@@ -8,7 +8,7 @@ Memory:  a ring each for Q, K and V; a stage of Q is a slab of 64 rows for each 
 Overlap: inside a warpgroup, S of the next tile is computed while O takes the last one in, and the
          softmax follows as soon as S is there (FlashAttention-3, section 3.2); between warpgroups,
          they take turns on the tensor cores, so that one's softmax runs under the other's products
-         (section 3.1).
+         (section 3.1), where that pays.
 Tiles:   a CTA an SM takes tiles of Q from a queue; the next Q, K and V load while O leaves.
 Order:   K/V tiles are visited from the last to the first. Those that need a mask, at the ragged end
          and on the diagonal, come first; the loop over the others has no mask in it.
@@ -291,7 +291,7 @@ class FwdSm90(Forward):
         any_s, any_o = mma_s.get_slice(0), mma_o.get_slice(0)
         p_layout = as_operand_a(accumulator(mma_s, self.shape_s, Float32)).layout
         first, threads = self.graph.barrier("mma_turn")
-        takers = self.tiles.consumer_warpgroups if self.tiles.ping_pong else 1
+        takers = self.tiles.turn_takers(self.facts.causal)
         return Share(
             mma_s=mma_s,
             mma_o=mma_o,

@@ -70,6 +70,10 @@ def test_a_q_has_a_second_stage_where_it_fits() -> None:
         ({"tile_kv": 272}, r"tile_kv=272"),
         ({"consumer_warpgroups": 4}, r"consumer_warpgroups=4"),
         ({"consumer_warpgroups": 1}, r"ping_pong=True"),
+        (
+            {"consumer_warpgroups": 1, "ping_pong": False, "ping_pong_full": True},
+            r"ping_pong_full=True",
+        ),
         ({"stages_q": 0}, r"stages_q=0"),
         ({"stages_v": 0}, r"stages_v=0"),
         ({"registers_load": 20}, r"registers_load=20"),
