@@ -632,11 +632,11 @@ class BwdSm100(BwdMain):
         scale_log2 = args.scale * LOG2_E
         total, gqa_group = self.visits(args, keys)
         if self.tiles.dq_tiles > 1 and total == 1 and part.rank == 1:
-            # dQ of the second tile is computed, too, but there is none: of anything written.
+            # dQ of the second tile is computed, too, but there is none: of anything written. The
+            # fence for it is that of dS.
             nothing = cute.make_rmem_tensor(self.tiles.dq_rows, self.dtype)
             nothing.fill(0.0)
             self.write(nothing, smem.ds[half * WARPGROUP_THREADS + thread, None, 0], Int32(0))
-            cute.arch.fence_view_async_shared()
         number = Int32(0)  # of the tile, in the order of visits
         for _ in cutlass.range(gqa_group, unroll=1):
             for turn in cutlass.range(keys.begin, keys.full, unroll=1):
