@@ -387,12 +387,13 @@ class Barriers(Accesses):
     ) -> Any:
         """True where the phase has completed; STALL for a wait that failed before."""
         lanes, where = self._active(m), self._shared_value(address, m)
-        if where is None:
+        if where is None or self._shared_value(phase, m) is None:  # warps in other turns of a loop
             out = np.zeros(self.lanes, bool)
-            for one in np.unique(address[lanes]):
-                part = (address == one) & (self._everyone if m is None else m)
-                out[part] = self._completed(int(one), phase, parity, relaxed, part, site)
-            return out if out[lanes].any() else self._spin(int(address[lanes[0]]), phase, lanes)
+            wheres, phases = (np.broadcast_to(value, self.lanes) for value in (address, phase))
+            for one, wanted in sorted({(int(wheres[i]), int(phases[i])) for i in lanes}):
+                part = (wheres == one) & (phases == wanted) & (self._everyone if m is None else m)
+                out[part] = self._completed(one, wanted, parity, relaxed, part, site)
+            return out if out[lanes].any() else self._spin(int(wheres[lanes[0]]), phase, lanes)
         if self._completed(where, phase, parity, relaxed, m, site):
             return True
         return self._spin(where, phase, lanes)

@@ -73,3 +73,25 @@ def test_in_random_order_some_warps_come_late() -> None:
 
     assert not found(order="eager") | found(order="deferred")
     assert set().union(*(found(order="random", seed=seed) for seed in range(8))) == {"deadlock"}
+
+
+# Warp 0 asks for the phase before the first, warp 1 for the first.
+TURNS = """
+    @!%p1 bra INITED;
+    mbarrier.init.shared.b64 [smem], 1;
+    INITED:
+    bar.sync 0;
+    xor.b32 %r4, %r1, 1;
+    mbarrier.test_wait.parity.shared.b64 %p3, [smem], %r4;
+    selp.b32 %r5, 1, 0, %p3;
+    mul.wide.u32 %d4, %r0, 4;
+    add.s64 %d4, %d4, %d1;
+    st.global.b32 [%d4], %r5;
+"""
+
+
+def test_warps_that_run_together_wait_for_phases_of_their_own() -> None:
+    """In random order those of a warpgroup meet at one wait in different turns of a loop."""
+    result = np.full(64, 2, np.uint32)
+    assert not run(TURNS, np.zeros(1, np.uint32), result, threads=64).findings
+    assert result.tolist() == [1] * 32 + [0] * 32
