@@ -5,7 +5,8 @@ Data:    Q, K, V --TMA--> swizzled smem --tcgen05.mma--> S in TMEM --softmax, a 
 Warps:   a warpgroup of softmax for each of the tiles of 128 rows, one that corrects O, and of the
          last a warp each that issues products, loads and stores.
 Memory:  K and V share one ring. In TMEM S and O have columns for each tile; P takes the second half
-         of its S (`borrow_s_as_p`). O leaves through smem of its own, or through Q's.
+         of its S (`borrow_s_as_p`), or columns of its own where some are left. O leaves through
+         smem of its own, or through Q's.
 Overlap: while the tensor cores do one tile's products, the other's softmax runs (FlashAttention-4,
          section 3.1). A share of the exponentials is computed on the FMA units (section 3.2). O is
          multiplied in TMEM only where a maximum may not lag behind (`RowSoftmax`), by a warpgroup
@@ -128,6 +129,7 @@ class FwdSm100(Forward):
             registers_softmax=tiles.registers_softmax,
             registers_correction=tiles.registers_correction,
             registers_other=tiles.registers_other,
+            p_apart=tiles.p_apart,
         )
 
     def smem_layouts(self) -> SimpleNamespace:
@@ -425,12 +427,14 @@ class FwdSm100(Forward):
                     kv += 1
             for step in cutlass.range(end, unroll=1):
                 v, k = kv, kv + 1
-                load_kv.wait(v)
-                for t in cutlass.range_constexpr(q_tiles):
-                    self.issue_o(rings, operands, t, done + step, v, step > 0)
-                    if const_expr(t == q_tiles - 1):
-                        load_kv.release(v, operands.leader)
-                    if step + ahead < end:
+                for product, t in self.products():
+                    if const_expr(product == "o"):
+                        if const_expr(t == 0):
+                            load_kv.wait(v)
+                        self.issue_o(rings, operands, t, done + step, v, step > 0)
+                        if const_expr(t == q_tiles - 1):
+                            load_kv.release(v, operands.leader)
+                    elif step + ahead < end:
                         if const_expr(t == 0):
                             load_kv.wait(k)
                         self.issue_s(rings, operands, t, done + step + ahead, k)
@@ -444,6 +448,14 @@ class FwdSm100(Forward):
             work += 1
             q_tile, _, _ = queue.take(rings.load_tile, work)
 
+    def products(self) -> list[tuple[str, int]]:
+        """O of a K/V tile and the next S, each of a tile of Q, as they are issued: S behind the O
+        that reads P in its place, or before all O where P has columns of its own."""
+        tiles = range(self.tiles.q_tiles)
+        if self.tiles.p_apart:
+            return [(product, t) for product in "so" for t in tiles]
+        return [(product, t) for t in tiles for product in "os"]
+
     def score_column(self, t: Int32 | int, step: Int32) -> Int32 | int:
         """The first column of S of tile t of Q and K/V tile `step`, counted over all works."""
         first = self.tiles.tmem.first("s") + t * self.tiles.tile_kv
@@ -452,8 +464,11 @@ class FwdSm100(Forward):
         return first + step % SCORE_BUFFERS * self.tiles.tile_kv
 
     def borrow_s_as_p(self, t: Int32 | int, step: Int32) -> Int32 | int:
-        """The first column of P: the second half of S's, whose scores are in registers by then."""
-        return self.score_column(t, step) + self.tiles.tile_kv // 2
+        """The first column of P: of its own, or the second half of S's, whose scores are in
+        registers by then."""
+        if self.tiles.p_apart:
+            return self.tiles.tmem.first("p") + t * self.tiles.p_columns
+        return self.score_column(t, step) + self.tiles.p_columns
 
     def out_column(self, t: int) -> int:
         """The first column of O of tile t of Q."""
@@ -466,6 +481,9 @@ class FwdSm100(Forward):
         product = Product(self.dtype, (rows, self.tiles.tile_kv), self.tiles.pair)
         d = operands.base + self.score_column(t, step)
         q, k = operands.tSrQ.stage(t), operands.tSrK.stage(rings.load_kv.stage(kv))
+        if const_expr(self.tiles.p_apart):
+            rings.mma_s.of(t).acquire(step)
+            tmem.after_taking_over()
         product.issue(operands.leader, d, q, k, Boolean(False), 0, self.shape_q[1] // UMMA_DEPTH)
         rings.mma_s.of(t).commit(step, operands.leader)
 
@@ -547,6 +565,9 @@ class FwdSm100(Forward):
         tmem.after_taking_over()
         tmem.load_row(base, self.score_column(t, step), scores, thread)
         tmem.await_loads()
+        if const_expr(self.tiles.p_apart):
+            tmem.before_handing_over()
+            rings.mma_s.of(t).release(step)
         if const_expr(masked):
             for first in cutlass.range_constexpr(0, tile_kv, P_COLUMNS):
                 for c in cutlass.range_constexpr(first, first + P_COLUMNS):
@@ -554,6 +575,9 @@ class FwdSm100(Forward):
         alpha = softmax.take_in(scores, self.tiles.rescale_log2, self.tiles.flat)
         self.tell(rings, smem, t, step + work, alpha, thread)
         column = self.borrow_s_as_p(t, step)
+        if const_expr(self.tiles.p_apart):
+            rings.mma_o.of(t).wait(step - 1)  # the last P was read
+            tmem.after_taking_over()
         for first in cutlass.range_constexpr(0, tile_kv, P_COLUMNS):
             part = cute.make_tensor(scores.iterator + first, cute.make_layout(P_COLUMNS))
             softmax.powers(part)

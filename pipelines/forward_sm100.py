@@ -17,7 +17,9 @@ Five handovers need no way back. S of the next K/V tile but one goes where this 
 issued behind the product that reads P, by the same thread: that product was allowed by softmax_p,
 which says that S was read and P is written, and by correction_o, which says that alpha was read and
 O is as it should be. A role that waits for them has thereby waited for whoever read what it
-overwrites.
+overwrites. Where P has columns of its own (`p_apart`), S of the next K/V tile is issued before the
+product that reads P: softmax hands S back once it is in registers, and waits for mma_o before it
+writes P again.
 """
 
 from ..layouts.hardware import WARP_THREADS, WARPGROUP_WARPS
@@ -38,9 +40,12 @@ def forward_graph(
     registers_softmax: int,
     registers_correction: int,
     registers_other: int,
+    p_apart: bool = False,
 ) -> Graph:
     """The graph for these sizes; bytes are those of one tile of Q, and of one of K and of V."""
     softmax = tuple(f"softmax{t}" for t in range(q_tiles))
+    own = softmax[:1]  # of each tile
+    after_o = ("correction", *own) if p_apart else ("correction",)
     groups = [range(i, i + 1) for i in range(q_tiles + 2)]
 
     def warps(group: int) -> range:
@@ -56,13 +61,13 @@ def forward_graph(
     def of_tiles(
         name: str,
         producer: str,
-        consumer: str,
+        consumers: tuple[str, ...],
         stages: int,
         by: By,
         freed_by: By | None = None,
         stage_bytes: int = 0,
     ) -> Handover:
-        return Handover(name, producer, (consumer,), stages, by, freed_by, stage_bytes, q_tiles)
+        return Handover(name, producer, consumers, stages, by, freed_by, stage_bytes, q_tiles)
 
     return Graph(
         roles=(
@@ -78,14 +83,14 @@ def forward_graph(
         handovers=(
             Handover("load_tile", "load", everyone, 1, "warps", "warps"),
             Handover("load_kv", "load", ("mma",), stages_kv, "tma", "mma", max(kv_bytes)),
-            of_tiles("load_q", "load", last_user, 1, "tma", freed_by, q_bytes),
-            of_tiles("mma_s", "mma", softmax[0], buffers, "mma"),
-            of_tiles("softmax_p", softmax[0], "mma", buffers, "warps"),
-            of_tiles("softmax_rest", softmax[0], "mma", buffers, "warps"),
-            of_tiles("softmax_stats", softmax[0], "correction", 1, "warps", "warps"),
-            of_tiles("correction_o", "correction", "mma", 1, "warps"),
-            of_tiles("mma_o", "mma", "correction", 1, "mma"),
-            of_tiles("store_o", "correction", "epilogue", 1, "warps", "warps"),
+            of_tiles("load_q", "load", (last_user,), 1, "tma", freed_by, q_bytes),
+            of_tiles("mma_s", "mma", own, buffers, "mma", "warps" if p_apart else None),
+            of_tiles("softmax_p", *own, ("mma",), buffers, "warps"),
+            of_tiles("softmax_rest", *own, ("mma",), buffers, "warps"),
+            of_tiles("softmax_stats", *own, ("correction",), 1, "warps", "warps"),
+            of_tiles("correction_o", "correction", ("mma",), 1, "warps"),
+            of_tiles("mma_o", "mma", after_o, 1, "mma"),
+            of_tiles("store_o", "correction", ("epilogue",), 1, "warps", "warps"),
         ),
         pair=pair,
     )

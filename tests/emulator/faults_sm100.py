@@ -46,6 +46,7 @@ TILES = SmallTiles(
     reason="small",
 )
 ONE_TILE_OF_Q = replace(TILES, q_tiles=1)  # S is issued one K/V tile further ahead
+P_APART = replace(TILES, p_apart=True)
 LEN_Q, LEN_KV, SCALE = 300, 200, 2.0
 BOUND = 0.05  # of what is right: bf16's P and O
 
@@ -63,8 +64,11 @@ MMA, MMA_OF_ONE_TILE = r"the tcgen05\.mma of warp 12", r"the tcgen05\.mma of war
 COPIES = r"the copies on mbarrier at byte \d+"
 PRODUCT_S = "self.instruction(leader, d, a.step(k)"
 PRODUCT_O = "self.instruction(leader, d, a + k"
-WAIT_FOR_K = (
-    "                        if const_expr(t == 0):\n                            load_kv.wait(k)\n"
+AWAIT_S = "        tmem.await_loads()\n"
+HAND_BACK_S = (
+    "        if const_expr(self.tiles.p_apart):\n"
+    "            tmem.before_handing_over()\n"
+    "            rings.mma_s.of(t).release(step)\n"
 )
 STORE_OF_P = "            tmem.store_row(base, column + first // WORD_ELEMENTS, words, thread)\n"
 
@@ -96,16 +100,7 @@ def asked(line: str) -> Access:
 FAULTS = [
     BlackwellFault(
         "S is issued before softmax has read the one before",
-        {
-            "                    self.issue_o(rings, operands, t, done + step, v, step > 0)\n": (
-                f"                    if step + ahead < end:\n{WAIT_FOR_K}"
-                "                        self.issue_s(\n"
-                "                            rings, operands, t, done + step + ahead, k)\n"
-                "                    self.issue_o(rings, operands, t, done + step, v, step > 0)\n"
-            ),
-            f"{WAIT_FOR_K}                        self.issue_s(rings, operands, t, done + step + "
-            "ahead, k)\n": "",
-        },
+        {'for product in "os"]': 'for product in "so"]'},
         races=(S_UNDER_WAY, Race("tensor", P_WRITTEN, S_WRITTEN)),
         order="random",
     ),
@@ -137,6 +132,26 @@ FAULTS = [
         "S is read before its product is done",
         {"        rings.mma_s.of(t).wait(step)\n": ""},
         races=(S_UNDER_WAY,),
+    ),
+    BlackwellFault(
+        "the next S is issued before this one was handed back",
+        {"            rings.mma_s.of(t).acquire(step)\n": ""},
+        races=(S_UNDER_WAY,),
+        tiles=P_APART,
+        order="deferred",
+    ),
+    BlackwellFault(
+        "S is handed back before it is in registers",
+        {f"{AWAIT_S}{HAND_BACK_S}": f"{HAND_BACK_S}{AWAIT_S}"},
+        races=(S_UNDER_WAY,),
+        tiles=P_APART,
+    ),
+    BlackwellFault(
+        "P is written while a product reads the last one",
+        {"            rings.mma_o.of(t).wait(step - 1)  # the last P was read\n": ""},
+        races=P_TOO_EARLY,
+        tiles=P_APART,
+        order="deferred",
     ),
     BlackwellFault(
         "S is used before it is in registers",
@@ -206,10 +221,10 @@ FAULTS = [
     BlackwellFault(
         "V is released after the product of the first tile of Q",
         {
-            "                    if const_expr(t == q_tiles - 1):\n"
-            "                        load_kv.release(v, operands.leader)\n": (
-                "                    if const_expr(t == 0):\n"
-                "                        load_kv.release(v, operands.leader)\n"
+            "                        if const_expr(t == q_tiles - 1):\n"
+            "                            load_kv.release(v, operands.leader)\n": (
+                "                        if const_expr(t == 0):\n"
+                "                            load_kv.release(v, operands.leader)\n"
             )
         },
         races=(Race("shared", KV_LOADED, P_READ),),
@@ -274,7 +289,10 @@ FAULTS = [
         other=PRODUCT_O,
     ),
 ]
-SOUND = BlackwellFault("none", {}, kind="", message="", line="")
+SOUND = tuple(
+    BlackwellFault(f"none, {name}", {}, kind="", message="", line="", tiles=tiles)
+    for name, tiles in (("P in S", TILES), ("P apart", P_APART))
+)
 
 
 def verdict(
