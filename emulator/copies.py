@@ -433,7 +433,7 @@ class Copies(Barriers):
 
     def exit_checks(self) -> None:
         """At the end of the CTA: nothing may still be in flight."""
-        strict = self.machine.options.strict
+        strict = self.machine.options.forbids("copies")
         for thread in self.bulk.values():
             if self.check and thread.waited < thread.committed:
                 self.machine.report(

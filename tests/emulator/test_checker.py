@@ -190,9 +190,15 @@ COMMIT, WAIT = "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;"
 def test_a_copy_in_flight_when_its_cta_ends(stores: str, lax: str, strict: str) -> None:
     """Kernels that run on GPUs leave the last one out of any group: strict alone finds it."""
     body = f"{OWN_WORD} @%p0 st.shared.b32 [%r8+128], %r0; fence.proxy.async.shared::cta;"
-    for expected, options in ((lax, {}), (strict, {"strict": True})):
+    modes: list[tuple[str, Any]] = [
+        (lax, False),
+        (lax, ["registers", "commits"]),
+        (strict, True),
+        (strict, ["copies"]),
+    ]
+    for expected, rules in modes:
         result = np.zeros(64, np.uint32)
-        findings = sm100.run(f"{body} bar.sync 0; {stores}", result, result, **options).findings
+        findings = sm100.run(f"{body} bar.sync 0; {stores}", result, result, strict=rules).findings
         assert bool(findings) == bool(expected), findings
         for found in findings:
             assert found.kind == "unfinished copy" and expected in found.message
@@ -253,16 +259,18 @@ def test_an_arrival_at_a_cta_of_the_cluster_that_has_ended() -> None:
 def test_a_commit_that_arrives_at_a_cta_that_has_ended_since() -> None:
     """Kernels that run on GPUs do this: strict alone finds it. Not a commit issued so late."""
     for order in ("eager", "deferred"):  # in the first it arrives in time
-        assert not in_cluster(TO_BOTH, TOGETHER, order=order)
-        found, *_ = in_cluster(TO_BOTH, TOGETHER, order=order, strict=True)
-        assert found.kind == "barrier misuse" and found.message.startswith(MAY_HAVE_ENDED)
-        assert found.instruction.startswith("tcgen05.commit")
+        for strict in (False, ["registers", "copies"]):
+            assert not in_cluster(TO_BOTH, TOGETHER, order=order, strict=strict)
+        for strict in (True, ["commits"]):
+            found, *_ = in_cluster(TO_BOTH, TOGETHER, order=order, strict=strict)
+            assert found.kind == "barrier misuse" and found.message.startswith(MAY_HAVE_ENDED)
+            assert found.instruction.startswith("tcgen05.commit")
     kinds = [found.kind for found in in_cluster(LATE + TO_BOTH)]
     assert kinds == ["tensor memory misuse", "barrier misuse"]
 
 
-# The first of four CTAs loads 16 bytes for itself, which count at the mbarrier of another.
-BOX = """
+# The first of four CTAs copies 16 bytes to itself, which count at the mbarrier of another.
+COPY = """
     mov.u32 %r4, %cluster_ctarank;
     mov.u32 %r5, smem;
     @!%p1 bra READY;
