@@ -286,11 +286,25 @@ READY:
     @!%p3 bra DONE;
     mapa.shared::cluster.u32 %r6, %r5, {owner};
     mov.u32 %r7, 0;
-    cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{group} \
-[%r5], [%d0, {%r7}], [%r6+64];
+    {copy}
 DONE:
     barrier.cluster.arrive;
     barrier.cluster.wait;
+"""
+
+
+LOAD_BOX = """
+    cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{group} \
+[%r5], [%d0, {%r7}], [%r6+64];
+"""
+LOAD = """
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r5], [%d0], 16, [%r6+64];
+"""
+WITHIN_CLUSTER = """
+    st.shared.v4.b32 [smem+16], {%r7, %r7, %r7, %r7};
+    fence.proxy.async.shared::cta;
+    cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes \
+[%r5], [smem+16], 16, [%r6+64];
 """
 
 
@@ -310,13 +324,28 @@ def test_a_box_that_counts_at_the_mbarrier_of_another_cta(
     tensor_map = np.zeros(32, np.uint32)  # of one box of 4 words; see `tma.decode`
     tensor_map[:2] = np.array([data.ctypes.data], np.uint64).view(np.uint32)
     tensor_map[2], tensor_map[8], tensor_map[13] = 2 | 2 << 7, 4 - 1, 4 - 1 << 24
-    body = BOX.replace("{owner}", str(owner)).replace("{group}", group)
+    body = COPY.replace("{copy}", LOAD_BOX)
+    body = body.replace("{owner}", str(owner)).replace("{group}", group)
     findings = sm100.run(body, tensor_map, data, cluster=4, threads=32).findings
     assert bool(findings) == bool(message), findings
     for found in findings:
         assert found.kind == "barrier misuse"
         expected = f"a box goes to CTA 0 of the cluster and counts at an mbarrier of CTA {owner}: "
         assert found.message.startswith(expected + message)
+
+
+@pytest.mark.parametrize("copy", [LOAD, WITHIN_CLUSTER], ids=["from global memory", "within"])
+def test_a_bulk_copy_that_counts_at_the_mbarrier_of_another_cta(copy: str) -> None:
+    data = np.arange(64, dtype=np.uint32)
+    for owner in (0, 1):
+        body = COPY.replace("{copy}", copy).replace("{owner}", str(owner))
+        found = sm100.run(body, data, data.copy(), cluster=4, threads=32).findings
+        assert [(one.kind, one.message[:73]) for one in found] == owner * [
+            (
+                "barrier misuse",
+                "a bulk copy goes to CTA 0 of the cluster and counts at an mbarrier of CTA",
+            )
+        ]
 
 
 def test_warps_that_write_the_same_bytes_by_one_instruction_race() -> None:
