@@ -222,6 +222,13 @@ class Copies(Barriers):
                 spot = rank << 24 | where & 0xFFFFFF
                 rows = self._bulk_rows(cta, spot, n, site)
                 there = bar if multicast is None else rank << 24 | bar & 0xFFFFFF
+                if there >> 24 != rank:
+                    self.report(
+                        "barrier misuse",
+                        f"a bulk copy goes to CTA {rank} of the cluster and counts at an mbarrier "
+                        f"of CTA {there >> 24}",
+                        site,
+                    )
                 owner, object_ = self._mbarrier(there, site)
                 self._agent_of(owner, object_, there & 0xFFFFFF)
                 epoch = self._issue(object_)
@@ -433,7 +440,7 @@ class Copies(Barriers):
 
     def exit_checks(self) -> None:
         """At the end of the CTA: nothing may still be in flight."""
-        strict = self.machine.options.strict
+        strict = self.machine.options.forbids("copies")
         for thread in self.bulk.values():
             if self.check and thread.waited < thread.committed:
                 self.machine.report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,6 +10,9 @@ import numpy as np
 
 from .recording import Recording
 from .translate import CLASSES
+
+# What PTX forbids and processors bear; see `Options.strict`.
+Borne = Literal["registers", "copies", "commits"]
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,10 @@ class Options:
         exact: sum 16-bit products on the tensor cores, and interpolate 2**x, as the hardware does,
             cutting off where it does; slower.
         strict: report also what PTX forbids and processors are known to bear, since kernels that
-            run on them do it: registers of a tcgen05.ld that are used before tcgen05.wait::ld; a
-            bulk copy out of shared memory that is in no group when its CTA ends, after a wait for
-            all groups; a tcgen05.commit that arrives in a CTA which has ended since.
+            run on them do it: registers of a tcgen05.ld that are used before tcgen05.wait::ld
+            ("registers"); a bulk copy out of shared memory that is in no group when its CTA ends,
+            after a wait for all groups ("copies"); a tcgen05.commit that arrives in a CTA which has
+            ended since ("commits"). All of it, or what is named.
         record: keep what every warp does, for `emulator.cost`; in order "eager".
     """
 
@@ -40,8 +45,11 @@ class Options:
     raise_on_fault: bool = True
     max_findings: int = 20
     exact: bool = False
-    strict: bool = False
+    strict: bool | Collection[Borne] = False
     record: bool = False
+
+    def forbids(self, what: Borne) -> bool:
+        return self.strict if isinstance(self.strict, bool) else what in self.strict
 
 
 @dataclass(frozen=True)

@@ -432,7 +432,7 @@ class Tcgen05(Copies):
 
         The processor waits for those loads: kernels that NVIDIA and others ship rely on it.
         """
-        if self.machine.options.strict:
+        if self.machine.options.forbids("registers"):
             for reads, writes, at in self.program.touches.get(site, [(used, 0, site)]):
                 if self.loads & (reads | writes):
                     self.report(
@@ -685,6 +685,7 @@ class Tcgen05(Copies):
 
     def tmem_commit(self, barrier: Any, mask: Any, pair: bool, m: Mask, site: int) -> None:
         """An arrival at an mbarrier, or those of several CTAs, when all before it is done."""
+        strict = self.machine.options.forbids("commits")
         for lane in self._issuers(pair, m, site):
             pipe, where = self._pipe(lane), self._at(barrier, lane)
             targets = [where]
@@ -702,13 +703,13 @@ class Tcgen05(Copies):
                 for one in barriers:
                     self._sees_init(one, only, site)
                 for cta, _ in found:
-                    if cta is not self.cta and self.machine.options.strict:
+                    if cta is not self.cta and strict:
                         cta.reached[pipe.agent] = (epoch, "an mbarrier", "barrier misuse", site)
                 clock = self._release(only, None)
 
             def work(found=found, epoch=epoch, clock=clock, pipe=pipe, site=site) -> None:
                 for cta, one in found:
-                    if self.machine.options.strict:
+                    if strict:
                         self._alive(cta, "an mbarrier", "barrier misuse", site)
                     if one.pending <= 0:
                         self.machine.report(

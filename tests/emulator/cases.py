@@ -157,7 +157,7 @@ def fa4_forward_pair() -> Case:
         outputs = fa4.fa4_forward(q, k, v, False, "sm_100a")
         return *outputs, *fa4.fa4_forward(*short, False, "sm_100a")
 
-    return Case(run, grid=(2, 1, 1))
+    return Case(run, grid=(2, 1, 1), strict=("copies", "commits"))
 
 
 def fa4_backward(head_dim: int, causal: bool, arch: str = "sm_90a") -> Case:

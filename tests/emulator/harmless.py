@@ -77,6 +77,11 @@ _LAST_COMMIT = (
     "the tensor cores release the second tile of Q behind all else: the wait for that is enough as "
     "long as a thread's commits arrive in their order, which here they do and PTX does not promise"
 )
+_LAST_V = (
+    "the tensor cores release the last of V behind all else: the wait for that is enough as long "
+    "as a thread's commits arrive in their order, which here they do and PTX does not promise"
+)
+_PAST_END = "only scores of keys past the end differ: the mask replaces them"
 _DRAINED = (
     "all that comes from the other CTA was waited for: by mma, by correction, by load at its end"
 )
@@ -98,9 +103,32 @@ _UNWRITTEN_SINCE = (
 _LAST_BUFFER = "it keeps a buffer that nobody writes again: the CTA ends"
 _TWO_WAITS = "two waits for the same copies, with none issued in between"
 _AFTER_Q = "Q, waited for before, is free once the products that read this stage are over"
-_OWN_CTA = "the epilogue arrives in its own CTA, which ends with the last of its warps"
+_OWN_CTA = "at the end: those who arrive are of its own CTA, which ends with the last of its warps"
 _ALONE = "a CTA has an SM for itself: nobody else asks for tensor memory"
 
+_BEFORE_DQ = (
+    "it arrives before the last dQ, which the CTA waits for, too, as long as a thread's commits "
+    "arrive in their order, which here they do and PTX does not promise"
+)
+_NOBODY = "one commit of S more than anyone waits for, behind the last product of dV"
+_LAST_QT = "nothing is loaded over the last tile of Q, and dK's own commit comes behind the product"
+_BOTH_HALVES = (
+    "each CTA sends its half of dS, which is waited for next, behind a barrier of all that wrote "
+    "the other half; S was loaded before that, and with the last tile no other comes"
+)
+_MUTUAL = (
+    "each CTA sends the other as much, and mma waits for the halves of both: who announces which "
+    "bytes is the same"
+)
+_USED = (
+    "the mask has used every register by then, in ptxas's machine code, too, and processors wait "
+    "for that, as this kernel relies on where it has no such wait"
+)
+_STORED = (
+    "what was loaded is stored again, as dS, dV or dK, before anything is said to be free: data "
+    "that depend on it, and processors wait for them"
+)
+_FIRST_HALF = "dS overwrites only what was loaded before the barrier of the first half"
 _LANE_WAITS = (
     "missed: what one lane has waited for counts for its whole warp here, but on a GPU other lanes "
     "could write what a bulk reduction still reads"
@@ -180,6 +208,9 @@ FORWARD_SM100_64 = {  # P lies apart
 }
 
 _COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 in"
+_COMMIT_PAIR = (
+    "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 in"
+)
 _WAIT_DQ = "cp.async.bulk.wait_group.read in `cute.arch.cp_async_bulk_wait_group(0, read={})`"
 
 
@@ -376,27 +407,139 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
         f"dropped: {_WAIT_DQ.format('True')}": (1, _TWO_WAITS),
         f"one group more: {_WAIT_DQ.format('True')}": (1, _TWO_WAITS),
     },
-    # Of samples alone.
-    "fa4-forward-pair": {
-        "dropped: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
+    "fa4-backward-pair": {
+        **{
+            f"{edit}: mbarrier.init.shared.b64 in "
+            "`cute.arch.mbarrier_init(dS_cluster_empty_mbar_ptr, 1)`": (1, _UNUSED)
+            for edit in ("dropped", "count + 1")
+        },
+        **{
+            f"dropped: fence.mbarrier_init.release.cluster in {where}": (1, _TWICE)
+            for where in (
+                "`tmem = cutlass.utils.TmemAllocator(`",
+                *(_made(name, "Umma") for name in ("S_P", "dP", "dKV", "dQ")),
+                _made("dS", "Async"),
+            )
+        },
+        f"count + 1: mbarrier.init.shared.b64 in {_made('dKV', 'Umma')}": (2, _ONE_TILE),
+        # Of that which says that K is free.
+        "count + 1: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
             1,
+            _ONE_TILE,
+        ),
+        **{
+            _WAIT + f"`pipeline_{wait}`": (1, _FRESH)
+            for wait in (
+                "Q.producer_acquire(",
+                "LSE.producer_acquire(producer_state_Q_LSE)",
+                "dO.producer_acquire(",
+                "dPsum.producer_acquire(producer_state_dO_dPsum)",
+                "Kt.producer_acquire(producer_state_Kt)",
+                "S_P.sync_object_empty.wait(0, producer_phase_acc)",
+                "dP.sync_object_empty.wait(0, producer_phase_acc)",
+                "dKV.sync_object_empty.wait(0, producer_phase_dKV)",
+                "dKV.sync_object_empty.wait(1, producer_phase_dKV)",
+            )
+        },
+        _WAIT + "`pipeline_Q.producer_tail(producer_state_Q_LSE.clone())`": (1, _BEFORE_DQ),
+        _WAIT + "`pipeline_Qt.producer_tail(producer_state_Qt)`": (1, _BEFORE_DQ),
+        _WAIT + "`pipeline_dO.producer_tail(producer_state_dO_dPsum.clone())`": (1, _BEFORE_DQ),
+        _WAIT + "`pipeline_LSE.producer_tail(producer_state_Q_LSE)`": (1, _OWN_CTA),
+        _WAIT + "`pipeline_dPsum.producer_tail(producer_state_dO_dPsum)`": (1, _OWN_CTA),
+        **{
+            f"{edit}: {_COMMIT_PAIR} `pipeline_{what}`": (1, why)
+            for edit in ("dropped", "doubled", "to CTA 0 alone", "to CTA 1 alone")
+            for what, why in (
+                ("S_P.sync_object_full.arrive(0, pipeline_S_P.producer_mask, cta_group)", _NOBODY),
+                ("dS.consumer_release(consumer_state_dS)", _ONE_TILE),
+                ("Kt.consumer_release(consumer_state_Kt)", _ONE_TILE),
+            )
+        },
+        # Four of the last products over queries, of which the last tile has 64 of 128.
+        "A on: tcgen05.mma.cta_group::2.kind::f16 in `@cute.jit`": (4, _NOTHING),
+        "B on: tcgen05.mma.cta_group::2.kind::f16 in `@cute.jit`": (4, _NOTHING),
+        f"before the last product: {_COMMIT_PAIR} "
+        "`pipeline_Qt.consumer_release(consumer_state_Qt)`": (1, _LAST_QT),
+        _WAIT + "`pipeline_dS.consumer_wait(consumer_state_dS)`": (1, _BOTH_HALVES),
+        "dropped: tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned in "
+        "`tmem.relinquish_alloc_permit()`": (1, _ALONE),
+        "the other CTA: mapa.shared::cluster.u32 in "
+        "`storage = smem.allocate(self.shared_storage)`": (1, _MUTUAL),
+        # Of S in the first tile; of the second half of dP, of dV, of dK.
+        "dropped: tcgen05.wait::ld.sync.aligned in `cute.arch.fence_view_async_tmem_load()`": (
+            4,
+            f"{_USED}; {_STORED}",
+        ),
+        "dropped: bar.sync in `self.compute_sync_barrier.arrive_and_wait()`": (1, _FIRST_HALF),
+        # Of the last kernel.
+        "dropped: bar.sync in "
+        "`cute.arch.barrier(barrier_id=8, number_of_threads=num_reduce_threads)`": (1, _TWICE),
+        "dropped: bar.sync in `cute.arch.barrier()  # make sure all smem stores are done`": (
+            1,
+            _TWICE,
+        ),
+        # Behind P, dV and dK, and of dQ in the last kernel, which lanes read.
+        "dropped: fence.proxy.async.shared::cta in `cute.arch.fence_view_async_shared()`": (
+            4,
+            _UNWRITTEN_SINCE,
+        ),
+        # Of dV and dK nobody waits for it.
+        "dropped: bar.warp.sync in `cute.arch.sync_warp()`": (3, _WHOLE_WARP),
+        **{
+            f"{edit} in `pipeline_dKV.consumer_release(consumer_state_dKV)`": (2, _ONE_TILE)
+            for edit in (
+                "the other CTA: mapa.shared::cluster.u32",
+                "dropped: mbarrier.arrive.shared::cluster.b64",
+                "doubled: mbarrier.arrive.shared::cluster.b64",
+            )
+        },
+        "dropped: bar.sync in `cute.arch.barrier(`": (1, _LAST_BUFFER),
+        "dropped: bar.sync in `self.reduce_sync_barrier.arrive_and_wait()`": (1, _LAST_BUFFER),
+        **{
+            f"{edit}: {_WAIT_DQ.format(read)}": (1, _TWO_WAITS)
+            for edit in ("dropped", "one group more")
+            for read in ("read_flag", "True")
+        },
+    },
+    "fa4-forward-pair": {
+        "dropped: fence.mbarrier_init.release.cluster in `tmem = cutlass.utils.TmemAllocator(`": (
+            1,
+            _TWICE,
+        ),
+        # Nobody says that O and the second half of P are free, nor that statistics are full.
+        "dropped: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
+            4,
             _UNUSED,
         ),
         "count + 1: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
-            1,
+            4,
             _UNUSED,
         ),
-        "dropped: mbarrier.init.shared.b64 in `obj = PipelineAsyncOg.create(*args, **kwargs)`": (
-            1,
+        "count - 1: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
+            2,
             _UNUSED,
         ),
-        "count + 1: mbarrier.init.shared.b64 in `obj = PipelineAsyncOg.create(*args, **kwargs)`": (
-            1,
-            _UNUSED,
-        ),
+        **{
+            f"{edit}: mbarrier.init.shared.b64 in "
+            "`obj = PipelineAsyncOg.create(*args, **kwargs)`": (2, _UNUSED)
+            for edit in ("dropped", "count + 1", "count - 1")
+        },
+        _WAIT + "`pipeline_q.producer_acquire_w_index_phase(stage, phase)`": (1, _BOTH_Q),
         _WAIT + "`pipeline_kv.producer_acquire(producer_state, **extra_kwargs)`": (1, _AFTER_Q),
-        f"dropped: mbarrier.arrive.expect_tx.shared.b64 in `{_Q_TAIL}`": (1, _TAIL_BYTES),
-        "dropped: bar.warp.sync in `cute.arch.sync_warp()`": (1, _WHOLE_WARP),
+        # Of six stages.
+        _WAIT + "`pipeline_kv.producer_tail(kv_producer_state)`": (5, _LAST_V),
+        _WAIT + f"`{_Q_TAIL}`": (1, _LAST_V),
+        **{
+            f"{edit}: mbarrier.arrive.expect_tx.shared.b64 in `{_Q_TAIL}`": (1, _TAIL_BYTES)
+            for edit in ("dropped", "bytes halved", "bytes doubled", "bytes not expected")
+        },
+        "columns on: tcgen05.ld.sync.aligned.32x32b.x32.b32 in "
+        "`cute.copy(thr_tmem_load, tStS_t2r, tSrS_t2r)`": (1, _PAST_END),
+        "dropped: bar.warp.sync in `cute.arch.sync_warp()`": (2, _WHOLE_WARP),
+        "dropped: tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned in "
+        "`tmem.relinquish_alloc_permit()`": (1, _ALONE),
+        _WAIT + "`pipeline_sm_stats.producer_acquire_w_index_phase(stage, "
+        "sm_stats_producer_phase)`": (1, _OWN_CTA),
         _WAIT + "`pipeline_o_epi.producer_acquire_w_index_phase(self.q_stage - 1, "
         "corr_epi_producer_phase)`": (1, _OWN_CTA),
     },

@@ -14,12 +14,13 @@ import collections
 import dataclasses
 import linecache
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
 from hopwell import emulator
 from hopwell.emulator import loader, ptx
+from hopwell.emulator.report import Borne
 from hopwell.emulator.session import Session
 
 from .harmless import HARMLESS
@@ -47,7 +48,7 @@ class Case:
 
     run: Callable[[], Outputs]
     grid: tuple[int, int, int] | None = None  # in place of the launch's own: fewer CTAs, more turns
-    strict: bool = False  # as `emulator.Options` has it
+    strict: bool | Collection[Borne] = False  # as `emulator.Options` has it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -190,9 +190,15 @@ COMMIT, WAIT = "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;"
 def test_a_copy_in_flight_when_its_cta_ends(stores: str, lax: str, strict: str) -> None:
     """Kernels that run on GPUs leave the last one out of any group: strict alone finds it."""
     body = f"{OWN_WORD} @%p0 st.shared.b32 [%r8+128], %r0; fence.proxy.async.shared::cta;"
-    for expected, options in ((lax, {}), (strict, {"strict": True})):
+    modes: list[tuple[str, Any]] = [
+        (lax, False),
+        (lax, ["registers", "commits"]),
+        (strict, True),
+        (strict, ["copies"]),
+    ]
+    for expected, rules in modes:
         result = np.zeros(64, np.uint32)
-        findings = sm100.run(f"{body} bar.sync 0; {stores}", result, result, **options).findings
+        findings = sm100.run(f"{body} bar.sync 0; {stores}", result, result, strict=rules).findings
         assert bool(findings) == bool(expected), findings
         for found in findings:
             assert found.kind == "unfinished copy" and expected in found.message
@@ -253,16 +259,18 @@ def test_an_arrival_at_a_cta_of_the_cluster_that_has_ended() -> None:
 def test_a_commit_that_arrives_at_a_cta_that_has_ended_since() -> None:
     """Kernels that run on GPUs do this: strict alone finds it. Not a commit issued so late."""
     for order in ("eager", "deferred"):  # in the first it arrives in time
-        assert not in_cluster(TO_BOTH, TOGETHER, order=order)
-        found, *_ = in_cluster(TO_BOTH, TOGETHER, order=order, strict=True)
-        assert found.kind == "barrier misuse" and found.message.startswith(MAY_HAVE_ENDED)
-        assert found.instruction.startswith("tcgen05.commit")
+        for strict in (False, ["registers", "copies"]):
+            assert not in_cluster(TO_BOTH, TOGETHER, order=order, strict=strict)
+        for strict in (True, ["commits"]):
+            found, *_ = in_cluster(TO_BOTH, TOGETHER, order=order, strict=strict)
+            assert found.kind == "barrier misuse" and found.message.startswith(MAY_HAVE_ENDED)
+            assert found.instruction.startswith("tcgen05.commit")
     kinds = [found.kind for found in in_cluster(LATE + TO_BOTH)]
     assert kinds == ["tensor memory misuse", "barrier misuse"]
 
 
-# The first of four CTAs loads 16 bytes for itself, which count at the mbarrier of another.
-BOX = """
+# The first of four CTAs copies 16 bytes to itself, which count at the mbarrier of another.
+COPY = """
     mov.u32 %r4, %cluster_ctarank;
     mov.u32 %r5, smem;
     @!%p1 bra READY;
@@ -278,11 +286,25 @@ READY:
     @!%p3 bra DONE;
     mapa.shared::cluster.u32 %r6, %r5, {owner};
     mov.u32 %r7, 0;
-    cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{group} \
-[%r5], [%d0, {%r7}], [%r6+64];
+    {copy}
 DONE:
     barrier.cluster.arrive;
     barrier.cluster.wait;
+"""
+
+
+LOAD_BOX = """
+    cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{group} \
+[%r5], [%d0, {%r7}], [%r6+64];
+"""
+LOAD = """
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r5], [%d0], 16, [%r6+64];
+"""
+WITHIN_CLUSTER = """
+    st.shared.v4.b32 [smem+16], {%r7, %r7, %r7, %r7};
+    fence.proxy.async.shared::cta;
+    cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes \
+[%r5], [smem+16], 16, [%r6+64];
 """
 
 
@@ -302,13 +324,28 @@ def test_a_box_that_counts_at_the_mbarrier_of_another_cta(
     tensor_map = np.zeros(32, np.uint32)  # of one box of 4 words; see `tma.decode`
     tensor_map[:2] = np.array([data.ctypes.data], np.uint64).view(np.uint32)
     tensor_map[2], tensor_map[8], tensor_map[13] = 2 | 2 << 7, 4 - 1, 4 - 1 << 24
-    body = BOX.replace("{owner}", str(owner)).replace("{group}", group)
+    body = COPY.replace("{copy}", LOAD_BOX)
+    body = body.replace("{owner}", str(owner)).replace("{group}", group)
     findings = sm100.run(body, tensor_map, data, cluster=4, threads=32).findings
     assert bool(findings) == bool(message), findings
     for found in findings:
         assert found.kind == "barrier misuse"
         expected = f"a box goes to CTA 0 of the cluster and counts at an mbarrier of CTA {owner}: "
         assert found.message.startswith(expected + message)
+
+
+@pytest.mark.parametrize("copy", [LOAD, WITHIN_CLUSTER], ids=["from global memory", "within"])
+def test_a_bulk_copy_that_counts_at_the_mbarrier_of_another_cta(copy: str) -> None:
+    data = np.arange(64, dtype=np.uint32)
+    for owner in (0, 1):
+        body = COPY.replace("{copy}", copy).replace("{owner}", str(owner))
+        found = sm100.run(body, data, data.copy(), cluster=4, threads=32).findings
+        assert [(one.kind, one.message[:73]) for one in found] == owner * [
+            (
+                "barrier misuse",
+                "a bulk copy goes to CTA 0 of the cluster and counts at an mbarrier of CTA",
+            )
+        ]
 
 
 def test_warps_that_write_the_same_bytes_by_one_instruction_race() -> None:
