@@ -98,6 +98,61 @@ def copies(sms: int) -> list[dict[str, Any]]:
     return rows
 
 
+def latencies() -> list[dict[str, Any]]:
+    """Clocks of an instruction that waits for one of few before it, also beside products."""
+    rows, loops = [], 32
+    mixes = {name: (kernels.OPS[name],) for name in ("ex2", "fma", "max", "shuffle")}
+    for name, ops in (mixes | {"summed": kernels.SUMMED, "softmax": kernels.SOFTMAX}).items():
+        for beside, registers in ((0, False), (128, False), (128, True)):
+            for groups in (1, 2):
+                for chains in (16, 4, 2, 1):
+                    made = kernels.rate(ops, groups, beside, loops, chains, registers)
+                    (found,) = run(made)
+                    clocks = max(_span(found[2 * g : 2 * g + 2]) for g in range(groups))
+                    row = {"op": name, "warps": groups, "beside": beside, "chains": chains}
+                    each = clocks / (kernels.UNROLL * loops)  # of each warp
+                    rows.append({**row, "registers": registers, "clocks": each})
+    return rows
+
+
+def straights() -> list[dict[str, Any]]:
+    """Clocks of an instruction of straight code, the first time and after, by how much there is."""
+    rows = []
+    for groups in (1, 2, 3):
+        for count in (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288):
+            loops = 8
+            (found,) = run(kernels.straight(count, groups, loops), rounds=1)
+            first, more = _span(found[:2]) / count, _span(found[2:]) / count / (loops - 1)
+            rows.append({"bytes": 16 * count, "warps": groups, "first": first, "clocks": more})
+    return rows
+
+
+def peer_stores(sms: int) -> list[dict[str, Any]]:
+    """Bytes a clock that a CTA stores into its pair's other one, while all do or one pair does."""
+    rows, loops = [], 16
+    for ctas in (2, sms // 4 * 2):
+        for groups in (1, 2):
+            found = run(kernels.peer_stores(groups, loops), ctas)
+            moved = 16 * kernels.WARPGROUP * groups * kernels.PEER_STORES * loops
+            clocks = sum(_span(one) for one in found) / len(found)
+            each = {"ctas": ctas, "warpgroups": groups, "clocks": clocks / loops}
+            rows.append({**each, "bytes_a_clock": moved / clocks})
+    return rows
+
+
+def bulk_adds(sms: int) -> list[dict[str, Any]]:
+    """Bytes a clock that an SM adds to float32 in L2 by bulk reductions."""
+    rows, rounds = [], 64
+    zeros = torch.zeros(L2_BYTES // 4, device="cuda")
+    for ctas in (1, sms // 2, sms):
+        for nbytes in (512, 2048, 8192):
+            found = run(kernels.bulk_adds(rounds, nbytes), ctas, zeros)
+            clocks = sum(_span(one) for one in found) / len(found)
+            rate = 4 * rounds * nbytes / clocks
+            rows.append({"ctas": ctas, "bytes": nbytes, "bytes_a_clock": rate})
+    return rows
+
+
 def chases() -> dict[str, float]:
     """Clocks of a load and of an atomic that need the one before."""
     loops, zeros = 32, torch.zeros(1024, dtype=torch.int32, device="cuda")
@@ -137,6 +192,10 @@ def main(out: Path | None, only: str) -> None:
         "products": products,
         "copies": lambda: copies(sms),
         "rates": rates,
+        "latencies": latencies,
+        "straights": straights,
+        "peer_stores": lambda: peer_stores(sms),
+        "bulk_adds": lambda: bulk_adds(sms),
     }
     wanted = only.split(",") if only else list(parts)
     for name, part in ((name, parts[name]) for name in wanted):

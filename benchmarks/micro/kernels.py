@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 UNROLL = 64
 CHAINS = 16
+SUMS = 4
+FROM_REGISTERS = "{a0, a1, a2, a3}"
 PRODUCT_LOOPS = 2  # groups of 16 products for each loop that is measured: they last longer
 WARPGROUP = 128
 STAGE_BYTES = 16384  # of the copies that fill a ring
@@ -29,7 +31,9 @@ class Kernel:
     smem: int = SMEM
 
 
-def _kernel(body: str, threads: int, results: int, registers: str = "") -> Kernel:
+def _kernel(
+    body: str, threads: int, results: int, registers: str = "", directives: str = ""
+) -> Kernel:
     text = f"""
 .version 8.0
 .target sm_90a
@@ -38,12 +42,14 @@ def _kernel(body: str, threads: int, results: int, registers: str = "") -> Kerne
 .visible .entry micro(.param .u64 results, .param .u64 data, .param .u64 size)
 .reqntid {threads}, 1, 1
 .minnctapersm 1
+{directives}
 {{
 .reg .pred go, lead, done, never;
-.reg .b32 tid, warp, group, i, at, phase, stage, base, other, cta, t32;
+.reg .b32 tid, warp, group, i, at, phase, stage, base, other, cta, own;
 .reg .b64 out, from, limit, t0, t1, t2, t3, d0, d1, span, place;
 .reg .f32 f<{CHAINS}>, one, tiny;
-.reg .b32 x<{CHAINS}>;
+.reg .b32 x<{CHAINS}>, p<{CHAINS}>, q<{CHAINS}>, r<{CHAINS}>, s<{CHAINS}>;
+.reg .f32 sum<{SUMS}>;
 {registers}
 ld.param.u64 out, [results];
 ld.param.u64 from, [data];
@@ -53,6 +59,8 @@ mov.u32 cta, %ctaid.x;
 shr.u32 warp, tid, 5;
 shr.u32 group, tid, 7;
 mov.u32 base, smem;
+shl.b32 own, tid, 4;
+add.s32 own, own, base;
 mul.wide.u32 d0, cta, {8 * results};
 add.s64 out, out, d0;
 mov.u64 t0, 0;
@@ -64,6 +72,7 @@ mov.f32 tiny, 0f33800000;
 cvt.rn.f32.u32 f0, tid;
 mov.u32 x0, tid;
 {chr(10).join(f"add.f32 f{i}, f0, one; add.s32 x{i}, tid, {i};" for i in range(1, CHAINS))}
+{chr(10).join(f"mov.f32 sum{i}, f{i};" for i in range(SUMS))}
 {body}
 ret;
 }}
@@ -78,34 +87,50 @@ OPS = {
     "integer": "add.s32 x{i}, x{i}, x{j};",
     "convert": "cvt.rn.bf16x2.f32 x{i}, f{i}, one; mov.b32 f{i}, x{i};",
     "shuffle": "shfl.sync.bfly.b32 x{i}, x{i}, 1, 31, -1;",
+    # 16 bytes a lane of shared memory: each its own, or all the same.
+    "read": "ld.volatile.shared.v4.b32 {{p{i}, q{i}, r{i}, s{i}}}, [own];",
+    "broadcast": "ld.volatile.shared.v4.b32 {{p{i}, q{i}, r{i}, s{i}}}, [base];",
+    "write": "st.volatile.shared.v4.b32 [own], {{x{i}, x{i}, x{i}, x{i}}};",
 }
+# As the kernel sums them: of the last exponential but one.
+SUMMED = (OPS["ex2"], "add.f32 sum{sum}, sum{sum}, f{earlier};")
 # As a softmax mixes them: of eight scores a maximum, FMA, exponential and sum each.
 SOFTMAX = tuple(OPS[name] for name in ("max", "fma", "ex2", "fma"))
 
 
 def rate(
-    ops: Sequence[str], groups: int, beside: int, loops: int = 32, chains: int = CHAINS
+    ops: Sequence[str],
+    groups: int,
+    beside: int,
+    loops: int = 32,
+    chains: int = CHAINS,
+    registers: bool = False,
 ) -> Kernel:
     """Clocks of UNROLL instructions `loops` times, by `groups` warpgroups at once.
 
     beside: columns of the products that one more warpgroup computes meanwhile; 0 for none.
+    registers: those products take A from there.
     Results: (begin, end) of warpgroup 0, then of each further one, of the products last.
     """
     places = [k // len(ops) % chains for k in range(UNROLL)]
     text = " ".join(
-        ops[k % len(ops)].format(i=i, j=(i + chains // 2) % chains) for k, i in enumerate(places)
+        ops[k % len(ops)].format(
+            i=i, j=(i + chains // 2) % chains, earlier=(i - 2) % chains, sum=i % SUMS
+        )
+        for k, i in enumerate(places)
     )
     total = groups + bool(beside)
     n = beside or 8
     products = f"""
 {" ".join(f"mov.f32 acc{i}, 0f00000000;" for i in range(n // 2))}
+{" ".join(f"add.s32 a{i}, tid, {i};" for i in range(4))}
 setp.ge.u32 go, group, {groups};
 @!go bra MEASURE;
 mov.u32 i, 0;
 mov.u64 t0, %clock64;
 PRODUCTS:
 .pragma "nounroll";
-{_products(n, 16, "desc")}
+{_products(n, 16, FROM_REGISTERS if registers else "desc")}
 wgmma.wait_group.sync.aligned 0;
 add.s32 i, i, 1;
 setp.lt.u32 go, i, {PRODUCT_LOOPS * loops};
@@ -137,13 +162,14 @@ add.s64 d0, out, d0;
 @lead st.global.u64 [d0], t0;
 @lead st.global.u64 [d0+8], t1;
 """
-    registers = _product_registers(n) if beside else ""
-    return _kernel(body, WARPGROUP * total, 2 * total, registers)
+    declared = _product_registers(n) if beside else ""
+    return _kernel(body, WARPGROUP * total, 2 * total, declared)
 
 
 def _keep() -> str:
     """Makes the compiler believe that every chain is used."""
     sums = " ".join(f"add.f32 f0, f0, f{i}; xor.b32 x0, x0, x{i};" for i in range(1, CHAINS))
+    sums += " ".join(f"add.f32 f0, f0, sum{i};" for i in range(SUMS))
     return f"""{sums}
 cvt.rn.f32.u32 f1, x0;
 add.f32 f0, f0, f1;
@@ -185,7 +211,7 @@ def products(n: int, count: int, from_registers: bool, groups: int = 1) -> Kerne
 
     Results: three of each of `groups` warpgroups, which begin together.
     """
-    a = "{a0, a1, a2, a3}" if from_registers else "desc"
+    a = FROM_REGISTERS if from_registers else "desc"
     zero = " ".join(f"mov.f32 acc{i}, 0f00000000;" for i in range(n // 2))
     body = f"""
 {_descriptors()}
@@ -356,6 +382,118 @@ setp.eq.u32 lead, tid, 0;
 @lead st.global.u64 [out+8], t1;
 """
     return _kernel(body, 32, 2)
+
+
+def straight(count: int, groups: int, loops: int = 8) -> Kernel:
+    """`count` FMAs without a jump, by `groups` warpgroups at once, `loops` times.
+
+    Results: (begin, end) of the first time, then of the others together.
+    """
+    text = "\n".join(f"fma.rn.f32 f{k % CHAINS}, f{k % CHAINS}, one, tiny;" for k in range(count))
+    body = f"""
+bar.sync 0;
+mov.u32 i, 0;
+mov.u64 t0, %clock64;
+LOOP:
+.pragma "nounroll";
+{text}
+setp.eq.u32 done, i, 0;
+@done mov.u64 t1, %clock64;
+add.s32 i, i, 1;
+setp.lt.u32 go, i, {loops};
+@go bra LOOP;
+mov.u64 t2, %clock64;
+{_keep()}
+setp.eq.u32 lead, tid, 0;
+@lead st.global.u64 [out], t0;
+@lead st.global.u64 [out+8], t1;
+@lead st.global.u64 [out+16], t1;
+@lead st.global.u64 [out+24], t2;
+"""
+    return _kernel(body, WARPGROUP * groups, 4)
+
+
+PEER_STORES = 16  # of a thread, before it waits for them
+
+
+def peer_stores(groups: int, loops: int = 16) -> Kernel:
+    """PEER_STORES of 16 bytes a lane into the other CTA of a pair, then a fence; `loops` times.
+
+    Results: begin, end.
+    """
+    store = "st.shared::cluster.v4.b32 [other+{at}], {{x{i}, x{i}, x{i}, x{i}}};"
+    apart = WARPGROUP * groups * 16
+    text = "\n".join(store.format(at=k % 4 * apart, i=k) for k in range(PEER_STORES))
+    body = f"""
+mov.u32 at, %cluster_ctarank;
+xor.b32 at, at, 1;
+mapa.shared::cluster.u32 other, own, at;
+barrier.cluster.arrive;
+barrier.cluster.wait;
+mov.u32 i, 0;
+mov.u64 t0, %clock64;
+LOOP:
+.pragma "nounroll";
+{text}
+fence.acq_rel.cluster;
+add.s32 i, i, 1;
+setp.lt.u32 go, i, {loops};
+@go bra LOOP;
+mov.u64 t1, %clock64;
+barrier.cluster.arrive;
+barrier.cluster.wait;
+setp.eq.u32 lead, tid, 0;
+@lead st.global.u64 [out], t0;
+@lead st.global.u64 [out+8], t1;
+"""
+    pair = ".explicitcluster\n.reqnctapercluster 2, 1, 1"
+    return _kernel(body, WARPGROUP * groups, 2, directives=pair)
+
+
+def bulk_adds(rounds: int, nbytes: int) -> Kernel:
+    """A thread of each of four warps adds float32 of shared memory to `data`, two copies under way;
+    CTA c to its share of it. Results: begin, end.
+    """
+    add = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32"
+    body = f"""
+mov.u32 x1, %nctaid.x;
+mul.lo.u32 x1, x1, 4;
+cvt.u64.u32 d1, x1;
+div.u64 span, limit, d1;
+and.b64 span, span, {-nbytes & (1 << 64) - 1};
+mad.lo.u32 x1, cta, 4, warp;
+cvt.u64.u32 d1, x1;
+mul.lo.u64 d1, span, d1;
+add.s64 place, from, d1;
+add.s64 limit, place, span;
+mov.u64 d0, place;
+mad.lo.u32 other, warp, {nbytes}, base;
+and.b32 at, tid, 31;
+setp.eq.u32 lead, at, 0;
+bar.sync 0;
+mov.u32 i, 0;
+mov.u64 t0, %clock64;
+@!lead bra END;
+LOOP:
+.pragma "nounroll";
+{add} [place], [other], {nbytes};
+cp.async.bulk.commit_group;
+cp.async.bulk.wait_group.read 1;
+add.s64 place, place, {nbytes};
+setp.ge.u64 done, place, limit;
+@done mov.u64 place, d0;
+add.s32 i, i, 1;
+setp.lt.u32 go, i, {rounds};
+@go bra LOOP;
+cp.async.bulk.wait_group 0;
+END:
+bar.sync 0;
+mov.u64 t1, %clock64;
+setp.eq.u32 lead, tid, 0;
+@lead st.global.u64 [out], t0;
+@lead st.global.u64 [out+8], t1;
+"""
+    return _kernel(body, WARPGROUP, 2)
 
 
 def nothing() -> Kernel:

@@ -61,12 +61,18 @@ def stamped(ins: Any) -> bool | None:
     return next((b for head, b in STAMPED.items() if ins.opcode.startswith(head)), None)
 
 
-def instrumented(ptx: str, kernel: Any) -> str:
+def instrumented(ptx: str, kernel: Any, every: int = 0) -> str:
     """The text with stamps; `kernel` as `emulator.ptx.parse` made it of the text.
 
-    A stamp of instruction i says 2 i, one behind it 2 i + 1.
+    A stamp of instruction i says 2 i, one behind it 2 i + 1. With `every` there are more, so many
+    instructions apart, in what comes behind the last product.
     """
     pieces: list[tuple[int, str]] = []
+    last = max((i.index for i in kernel.instructions if i.parts[0] == "wgmma"), default=0)
+    for block in kernel.blocks if every else ():
+        more = [i for i in block.instructions if i.index > last][::every]
+        bare = [i for i in more if stamped(i) is None or i.predicate]
+        pieces += [(i.span[0], _stamp(2 * i.index)) for i in bare]
     for ins in kernel.instructions:
         behind = stamped(ins) if not ins.predicate else None
         if behind is not None:
@@ -85,7 +91,7 @@ def instrumented(ptx: str, kernel: Any) -> str:
 
 
 def capture(
-    shape: tuple[int, int, int, int], causal: bool, stages: int | None = None
+    shape: tuple[int, int, int, int], causal: bool, stages: int | None = None, every: int = 0
 ) -> dict[str, Any]:
     """Kernel and parameters of a forward launch on CPU tensors, whose addresses are to replace."""
     import cutlass.cute as cute
@@ -109,7 +115,7 @@ def capture(
         ]
         found.append(
             {
-                "ptx": instrumented(launch.ptx, kernel),
+                "ptx": instrumented(launch.ptx, kernel, every),
                 "entry": launch.entry,
                 "grid": launch.grid,
                 "block": launch.block,
@@ -181,9 +187,10 @@ def main() -> None:
 @click.option("--shape", default="1x1024x16x128", show_default=True)
 @click.option("--causal", is_flag=True)
 @click.option("--stages", type=int, help="Of K and V; by default the table's.")
-def _capture(file: Path, shape: str, causal: bool, stages: int | None) -> None:
+@click.option("--every", default=0, help="Stamps so many instructions apart, at the end.")
+def _capture(file: Path, shape: str, causal: bool, stages: int | None, every: int) -> None:
     batch, length, heads, dim = map(int, shape.split("x"))
-    file.write_text(json.dumps(capture((batch, length, heads, dim), causal, stages)))
+    file.write_text(json.dumps(capture((batch, length, heads, dim), causal, stages, every)))
 
 
 @main.command("run")
