@@ -29,7 +29,8 @@ from ..kernels import (
     backward_workspace,
     forward_kernel,
 )
-from ..kernels.tiles import Tiles, backward_tiles, blackwell_tiles, forward_tiles
+from ..kernels.tiles import BackwardTiles, Tiles, backward_tiles, blackwell_tiles, forward_tiles
+from ..kernels.tiles_bwd_sm100 import BlackwellBackwardTiles, blackwell_backward_tiles
 from ..layouts.hardware import L2_BYTES, UMMA_ROWS
 from .cells import BACKWARD, FORWARD, Cell
 
@@ -50,13 +51,13 @@ class Kernel:
     head_dim: int
     causal: bool
     tiles: Tiles | None = None  # in place of the table's row; Hopper's forward alone
-    pair: bool = False
+    pair: bool = False  # forward's; backward's table says it of itself
 
     @property
     def rows(self) -> int:
         """Of a tile that a CTA, or a pair, takes at a time: of queries, in backward of keys."""
         if self.which == BACKWARD:
-            return backward_tiles(self.arch, self.head_dim, self.head_dim).tile_kv
+            return self._backward.tile_kv
         if self.arch == "sm_90a":
             return self._hopper.tile_q
         row = blackwell_tiles(self.arch, self.head_dim, self.head_dim, self.pair)
@@ -66,7 +67,7 @@ class Kernel:
     def step(self) -> int:
         """Rows of a step of the loop: of keys, in backward of queries."""
         if self.which == BACKWARD:
-            return backward_tiles(self.arch, self.head_dim, self.head_dim).tile_q
+            return self._backward.tile_q
         return self._hopper.tile_kv if self.arch == "sm_90a" else 128
 
     @property
@@ -74,8 +75,15 @@ class Kernel:
         return self.tiles or forward_tiles(self.arch, self.head_dim, self.head_dim)
 
     @property
+    def _backward(self) -> BackwardTiles | BlackwellBackwardTiles:
+        rows = backward_tiles if self.arch == "sm_90a" else blackwell_backward_tiles
+        return rows(self.arch, self.head_dim, self.head_dim)
+
+    @property
     def ctas(self) -> int:
         """That work on a tile together."""
+        if self.which == BACKWARD:
+            return self._backward.ctas
         return 2 if self.pair else 1
 
 
@@ -185,20 +193,25 @@ def line(kernel: Kernel, gpu: Gpu) -> Line:
     return _lines[key]
 
 
+def steps_of(kernel: Kernel) -> tuple[int, int]:
+    """Of the runs that a kernel's line is put through."""
+    lags = kernel.arch != "sm_90a" and kernel.which == FORWARD
+    return STEPS_BLACKWELL if lags else STEPS
+
+
 def _line(kernel: Kernel, gpu: Gpu) -> Line:
-    hopper = kernel.arch == "sm_90a"
-    few, many = STEPS if hopper else STEPS_BLACKWELL
+    few, many = steps_of(kernel)
+    lane = "cta 0 tensor" if kernel.ctas > 1 else "tensor"
     if kernel.which == BACKWARD:
-        a, b = (replayed(kernel, gpu, 1, steps) for steps in STEPS)
+        a, b = (replayed(kernel, gpu, 1, steps) for steps in (few, many))
         step = (b.clocks - a.clocks) / (many - few)
-        tensor = (b.busy("tensor") - a.busy("tensor")) / (many - few)
+        tensor = (b.busy(lane) - a.busy(lane)) / (many - few)
         return Line(0.0, a.clocks - few * step, step, tensor)
-    first, second = TILES if hopper else TILES_BLACKWELL
+    first, second = TILES if kernel.arch == "sm_90a" else TILES_BLACKWELL
     a, b = replayed(kernel, gpu, first, few), replayed(kernel, gpu, second, few)
     c = replayed(kernel, gpu, first, many)
     steps = first * (many - few)
     step = (c.clocks - a.clocks) / steps
-    lane = "cta 0 tensor" if kernel.pair else "tensor"
     tensor = (c.busy(lane) - a.busy(lane)) / steps
     tile = (b.clocks - a.clocks) / (second - first) - few * step
     return Line(a.clocks - first * (tile + few * step), tile, step, tensor)
@@ -254,4 +267,14 @@ def _around(cell: Cell, gpu: Gpu) -> float:
     return moved / (1e3 * gpu.dram_bytes) + 2 * gpu.launch_us
 
 
-__all__ = ["BACKWARD", "FORWARD", "Kernel", "Line", "Prediction", "line", "predict", "record"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "Kernel",
+    "Line",
+    "Prediction",
+    "line",
+    "predict",
+    "record",
+    "steps_of",
+]

@@ -427,7 +427,7 @@ class Copies(Barriers):
                 thread.open, thread.used = [], False
 
     def bulk_wait(self, keep: int, read: bool, m: Mask, site: int) -> None:
-        self.note(Drain(site, "bulk", keep), m)
+        self.note(Drain(site, "bulk", keep, read), m)
         for lane in self._active(m).tolist():
             thread = self.bulk.get((self.warp0 + lane // 32, lane % 32))
             if thread is None:

@@ -73,6 +73,7 @@ class Drain(Effect):
 
     queue: Queue
     keep: int
+    read: bool = False  # only until they have read what they take from shared memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,14 @@ def test_steps_of_every_tile() -> None:
     assert _steps(Kernel("sm_90a", BACKWARD, 128, True), causal) == [8, 8, 6, 6, 4, 4, 2, 2]
 
 
+def test_backward_on_blackwell_has_its_own_tiles() -> None:
+    one, pair = (Kernel("sm_100a", BACKWARD, dim, True) for dim in (64, 128))
+    assert (one.rows, one.step, one.ctas) == (128, 128, 1)
+    assert (pair.rows, pair.step, pair.ctas) == (256, 128, 2)
+    causal = Cell(1, 512, 2, 2, 128, 128, True)
+    assert _steps(pair, causal) == [4, 4, 2, 2]
+
+
 def test_a_line_is_one() -> None:
     line = Line(start=100, tile=10, step=2, tensor=1)
     assert line.of(3, 20) == 100 + 30 + 40

@@ -64,7 +64,9 @@ class Gpu:
     tmem_latency: Known
     launch_us: Known  # between two kernels in one stream
     start: Known  # from the start of a CTA to its first instruction
-    l2_add_bytes: Known  # that lanes add to global memory, when all SMs do
+    l2_add_bytes: Known  # added to global memory, when all SMs do
+    peer_bytes: Known  # stored into the shared memory of another CTA of the cluster
+    peer_latency: Known  # of such a store
     unseen: Known  # all clocks times this: what the model does not see
     tile_extra: Known  # clocks of each tile, likewise
     l2_add_queue: Known  # bytes on their way, beyond which who adds has to wait
@@ -115,6 +117,8 @@ _H200 = Gpu(
     launch_us=Known(0.53, "micro"),
     start=Known(700, "assumed; only the first tile of a CTA sees it"),
     l2_add_bytes=Known(11.4, "benchmarks/NOTES.md: 1,500 bytes a clock of the whole L2"),
+    peer_bytes=Known(16, "assumed: an eighth of shared memory's; no kernel here uses it"),
+    peer_latency=Known(180, "assumed: between shared memory's and L2's"),
     unseen=Known(1.14, "fitted: docs/cost.md"),
     tile_extra=Known(2250, "fitted: docs/cost.md"),
     l2_add_queue=Known(16384, "fitted: docs/cost.md"),
@@ -139,10 +143,11 @@ _B200 = replace(
     beside_fma=Known(1, "assumed: as above"),
     beside_alu=Known(1, "assumed: as above"),
     beside_mufu=Known(1, "assumed: as above"),
-    beside_exchange=Known(1, "assumed"),
+    beside_exchange=Known(0.5, "assumed: shared memory serves warps and products in turn"),
     max_inputs=Known(3, "SASS: ptxas makes one FMNMX3 of two maxima"),
     tmem_bytes=Known(128, "assumed: 4 bytes a lane and clock"),
     l2_bytes=Known(45, "assumed: the H200's and a quarter more"),
+    l2_add_bytes=Known(14.5, "assumed: as l2_bytes; FA4's backward by one CTA adds 14.2 or more"),
     dram_bytes=Known(8000, "NVIDIA, B200 data sheet"),
     mma_latency=Known(60, "assumed: about the H200's"),
     mma_start=Known(40, "assumed: about the H200's"),

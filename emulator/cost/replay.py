@@ -35,11 +35,12 @@ from ..recording import (
     Wait,
 )
 from .rates import Gpu
-from .work import UNITS, Work, beside_tensor, measure
+from .work import EXCHANGE, UNITS, Work, beside_tensor, measure
 
 Kind = Literal["work", "wait", "busy"]
 WARPGROUP = 4  # warps
 Parts = tuple[tuple[int, int, int], ...]
+Pauses = Callable[[Recording, Effect], tuple[Work | None, Work | None]]
 _FLOWING = (TmemMove, Arrive, Commit, Copy, Store, MmaCommit)  # nothing waits there
 
 
@@ -115,6 +116,11 @@ class _Scheduler:
         self.beside = beside
         self._plan()
 
+    def exchanging(self) -> float:
+        """The share of its part of shared memory's rate that the stretches take now."""
+        each = (one.rate * one.work.units[EXCHANGE] / one.work.alone for one in self.running)
+        return sum(each)
+
     def _advance(self) -> None:
         passed, self.since = self.sim.now - self.since, self.sim.now
         for one in self.running:
@@ -167,6 +173,7 @@ class _Job:
     queue: object  # whose
     count: int
     clocks: float  # of one
+    shared: float  # clocks of shared memory that its operands take, of one
     done: Signal
     issued: Signal  # all of them: who asked may go on
     site: int
@@ -219,7 +226,9 @@ class _Tensor:
             self.asking[queue] = jobs  # behind all others
 
     def _begin(self) -> None:
-        self.sim.at(self.sim.now + self.held[0].clocks, self._end)
+        job, using = self.held[0], [one.exchanging() for one in self.schedulers]
+        clocks = max(job.clocks, job.shared / (1 - sum(using) / len(using)))
+        self.sim.at(self.sim.now + clocks, self._end)
 
     def _end(self) -> None:
         job = self.held.popleft()
@@ -248,7 +257,13 @@ class _Cta:
     tensor: _Tensor
     tma_free: float = 0.0
     adds_free: float = 0.0
+    peer_free: float = 0.0
     prefix: str = ""
+
+
+def _queues() -> dict[str, list[Signal]]:
+    """Products, bulk stores, and of these the reading of shared memory."""
+    return {"wgmma": [], "bulk": [], "read": []}
 
 
 @dataclass(eq=False)
@@ -260,8 +275,8 @@ class _Warp:
     lane: str
     steps: list[Step]
     recording: Recording
-    open: dict[str, list[Signal]] = field(default_factory=lambda: {"wgmma": [], "bulk": []})
-    groups: dict[str, list[Signal]] = field(default_factory=lambda: {"wgmma": [], "bulk": []})
+    open: dict[str, list[Signal]] = field(default_factory=lambda: _queues())
+    groups: dict[str, list[Signal]] = field(default_factory=lambda: _queues())
     moves: dict[str, list[Signal]] = field(default_factory=lambda: {"ld": [], "st": []})
     tmem_free: float = 0.0
     mmas: list[Signal] = field(default_factory=list)
@@ -273,8 +288,10 @@ class _Warp:
 
 
 class _Sim:
-    def __init__(self, recordings: Sequence[Recording], gpu: Gpu) -> None:
-        self.gpu, self.now = gpu, 0.0
+    def __init__(
+        self, recordings: Sequence[Recording], gpu: Gpu, pauses: Pauses | None = None
+    ) -> None:
+        self.gpu, self.now, self.pauses = gpu, 0.0, pauses
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.count = itertools.count()
         self.spans: list[Span] = []
@@ -377,15 +394,19 @@ class _Sim:
                         work, alone=work.alone * shares[at], beside=work.beside * shares[at]
                     )
                 if work.alone:
-                    scheduler = warp.cta.schedulers[warp.number % self.gpu.schedulers]
-                    yield lambda then, s=scheduler, w=work: s.add(w, then)
+                    yield lambda then, w=work: self._scheduler(warp).add(w, then)
                     if work.added:
                         yield lambda then, w=work: self.at(self._add(warp.cta, w.added), then)
+                    if work.peer:
+                        yield lambda then, w=work: self.at(self._peer(warp.cta, w.peer), then)
                     first = warp.recording.instructions(step)[0].index
                     self.span(warp, start, "work", first, step, work.units)
                     warp.visits[first, "work"] += 1
                 continue
             warp.at = step
+            before, behind = self.pauses(warp.recording, step) if self.pauses else (None, None)
+            if before:
+                yield lambda then, w=before: self._scheduler(warp).add(w, then)
             for signal in self._before(warp, step):
                 if signal.time is None:
                     yield signal.waiting.append
@@ -398,7 +419,12 @@ class _Sim:
                 self.span(warp, start, "wait", step.site)
             warp.issued = None
             warp.visits[step.site, "wait"] += 1
+            if behind:
+                yield lambda then, w=behind: self._scheduler(warp).add(w, then)
         warp.steps = []
+
+    def _scheduler(self, warp: _Warp) -> _Scheduler:
+        return warp.cta.schedulers[warp.number % self.gpu.schedulers]
 
     def _work(self, recording: Recording, parts: Parts) -> Work:
         if parts not in self.works:
@@ -430,7 +456,7 @@ class _Sim:
                 return []
             return self._reached([effect.point])
         if isinstance(effect, Drain):
-            groups = warp.groups[effect.queue]
+            groups = warp.groups["read" if effect.read else effect.queue]
             return groups[: len(groups) - effect.keep]
         if isinstance(effect, TmemWait):
             return warp.moves[effect.kind]
@@ -468,16 +494,17 @@ class _Sim:
         if isinstance(effect, Arrive):
             self.arrive(effect.point, self.now)
         elif isinstance(effect, Copy):
-            done = self._transfer(warp, effect, gpu.tma_latency)
+            done = self._transfer(warp, effect) + gpu.tma_latency
             for point in effect.points:
                 self.arrive(point, done)
         elif isinstance(effect, Store):
-            signal = Signal()
-            self.reach(signal, self._transfer(warp, effect, gpu.tma_latency))
-            warp.open["bulk"].append(signal)
+            for queue, time in zip(("read", "bulk"), self._store(warp, effect), strict=True):
+                warp.open[queue].append(Signal())
+                self.reach(warp.open[queue][-1], time)
         elif isinstance(effect, Commit):
-            opened, warp.open[effect.queue] = warp.open[effect.queue], []
-            warp.groups[effect.queue].append(self._all(opened))
+            for queue in ("read", "bulk") if effect.queue == "bulk" else (effect.queue,):
+                opened, warp.open[queue] = warp.open[queue], []
+                warp.groups[queue].append(self._all(opened))
         elif isinstance(effect, Products):
             self._products(warp, effect)
         elif isinstance(effect, Mma):
@@ -513,20 +540,36 @@ class _Sim:
             self._when(signal, lambda: self.reach(made, self.now))
         return made
 
-    def _transfer(self, warp: _Warp, effect: Copy | Store, latency: float) -> float:
-        """When a copy by TMA is done."""
+    def _transfer(self, warp: _Warp, effect: Copy | Store) -> float:
+        """When the last byte of a copy by TMA is on its way."""
         cta, gpu = warp.cta, self.gpu
         begin = max(self.now, cta.tma_free)
         cta.tma_free = begin + max(effect.nbytes / gpu.l2_bytes, gpu.tma_issue)
-        done = cta.tma_free + latency
         self._engine(f"{cta.prefix}tma", warp, effect.site, begin, cta.tma_free, effect.nbytes)
-        return done
+        return cta.tma_free
+
+    def _store(self, warp: _Warp, effect: Store) -> tuple[float, float]:
+        """When a store by TMA has read shared memory, and when it is done."""
+        cta, gpu = warp.cta, self.gpu
+        if not effect.adds:
+            sent = self._transfer(warp, effect)
+            return sent, sent + gpu.tma_latency
+        begin = max(self.now, cta.adds_free)
+        left = self._add(cta, effect.nbytes)
+        self._engine(f"{cta.prefix}adds", warp, effect.site, begin, cta.adds_free, effect.nbytes)
+        read = max(left, self.now + effect.nbytes / gpu.shared_bytes)
+        return read, cta.adds_free + gpu.tma_latency
 
     def _add(self, cta: _Cta, nbytes: float) -> float:
         """When a warp that adds to global memory goes on: what it added may still be on its way."""
         gpu = self.gpu
         cta.adds_free = max(self.now, cta.adds_free) + nbytes / gpu.l2_add_bytes
         return cta.adds_free - gpu.l2_add_queue / gpu.l2_add_bytes
+
+    def _peer(self, cta: _Cta, nbytes: float) -> float:
+        """When what a warp stores into another CTA is there: a fence behind it waits for that."""
+        cta.peer_free = max(self.now, cta.peer_free) + nbytes / self.gpu.peer_bytes
+        return cta.peer_free + self.gpu.peer_latency
 
     def _engine(
         self, lane: str, warp: _Warp, site: int, begin: float, end: float, nbytes: int
@@ -550,17 +593,20 @@ class _Sim:
 
     def _job(self, warp: _Warp, effect: Products | Mma, queue: object) -> _Job:
         gpu = self.gpu
-        clocks = max(effect.clocks / gpu.tensor, effect.shared_bytes / gpu.shared_bytes)
+        count, clocks = effect.count, effect.clocks / gpu.tensor / effect.count
+        shared = effect.shared_bytes / gpu.shared_bytes / count
         where = effect.site, warp.visits[effect.site, "wait"], warp.number
-        return _Job(queue, effect.count, clocks / effect.count, Signal(), Signal(), *where)
+        return _Job(queue, count, clocks, shared, Signal(), Signal(), *where)
 
 
-def replay(recordings: Sequence[Recording], gpu: Gpu) -> Replay:
+def replay(recordings: Sequence[Recording], gpu: Gpu, pauses: Pauses | None = None) -> Replay:
     """The run of the CTAs of one cluster, each on an SM of its own.
+
+    pauses: what a warp does before and behind an effect that was not recorded: reading a clock.
 
     Raises:
         RuntimeError: some warp waits for what no recorded one does.
     """
-    sim = _Sim(recordings, gpu)
+    sim = _Sim(recordings, gpu, pauses)
     clocks = sim.run()
     return Replay(gpu, clocks, sorted(sim.spans, key=lambda s: (s.start, s.lane)), sim.stamps)

@@ -160,7 +160,7 @@ def marks(found: Replay, recordings: Sequence[Recording], roles: Mapping[int, st
             share = span.units[MUFU] / (span.end - span.start)
             detail = f"{clocks}, busy for {share:.0%}, by warp {span.warp}"
             made.append(Mark("mufu", *common, "busy", name, span.visit, where, detail))
-    order = [*lanes.values(), "tensor", "mufu", "tma"]
+    order = [*lanes.values(), "tensor", "mufu", "tma", "adds"]
     return sorted(made, key=lambda m: (order.index(m.lane), m.start))
 
 

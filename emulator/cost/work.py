@@ -15,6 +15,7 @@ from .rates import Gpu
 
 WARP = 32
 UNITS: tuple[str, ...] = ("issue", "fma", "alu", "mufu", "exchange")
+EXCHANGE = UNITS.index("exchange")
 _MUFU = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}
 _FMA = {"add", "sub", "mul", "fma", "mad"}
 _FREE = {"mov", "cvta", "prefetch", "pragma", "griddepcontrol"}
@@ -31,6 +32,7 @@ class Work:
     beside: float  # the same while the tensor cores run
     units: tuple[float, ...]  # clocks of the scheduler's part of each of `UNITS`
     added: float = 0.0  # bytes, to global memory
+    peer: float = 0.0  # bytes, into the shared memory of another CTA
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ def measure(instructions: Iterable[Instruction], gpu: Gpu) -> Work:
     """Clocks of the units; and of the whole alone, if at any time that instruction is issued of
     those that may be on which most depends, between two branches."""
     totals: dict[str, float] = dict.fromkeys(UNITS, 0.0)
-    added = 0.0
+    added = peer = 0.0
     runs: list[list[_Node]] = []  # between two branches
     nodes: list[_Node] = []
     writer: dict[
@@ -65,6 +67,8 @@ def measure(instructions: Iterable[Instruction], gpu: Gpu) -> Work:
             continue
         if ins.parts[0] == "red":
             added += WARP * _access_bytes(ins)
+        elif ins.parts[:2] == ("st", "shared::cluster"):
+            peer += WARP * _access_bytes(ins) / 2  # one CTA of a pair is the warp's own
         totals["issue"] += 1 / gpu.issue
         if unit:
             totals[unit] += clocks
@@ -82,7 +86,7 @@ def measure(instructions: Iterable[Instruction], gpu: Gpu) -> Work:
         for shares in (dict.fromkeys(UNITS, 1.0), beside_tensor(gpu))
     )
     units = tuple(totals[name] for name in UNITS)
-    return Work(alone, max(alone, beside), units, added)
+    return Work(alone, max(alone, beside), units, added, peer)
 
 
 def beside_tensor(gpu: Gpu) -> dict[str, float]:

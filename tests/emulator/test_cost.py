@@ -18,6 +18,7 @@ from hopwell.emulator.cost import GPUS, Gpu, replay
 from hopwell.emulator.cost.rates import Known
 from hopwell.emulator.cost.replay import _level
 from hopwell.emulator.cost.timeline import chrome, marks, page
+from hopwell.emulator.cost.work import Work
 from hopwell.emulator.machine import Machine
 from hopwell.emulator.memory import Extent, GlobalMemory
 from hopwell.emulator.recording import Arrive, Copy, Drain, Products, Recording, Wait
@@ -101,6 +102,36 @@ def test_copies_take_turns() -> None:
     found = replay([recording], with_rates(l2_bytes=32))
     assert found.busy("tma") == pytest.approx(moved / 32)
     assert moved == 17 * kernels.STAGE_BYTES
+
+
+def test_bulk_additions_have_their_own_rate() -> None:
+    recording, _ = run(kernels.bulk_adds(16, 2048))
+    moved = 4 * 16 * 2048
+    slow, fast = (replay([recording], with_rates(l2_add_bytes=n)) for n in (16, 32))
+    assert slow.busy("adds") == moved / 16 and not slow.busy("tma")
+    assert slow.clocks - fast.clocks == pytest.approx(moved / 32, rel=0.1)
+
+
+def test_reading_for_a_store_ends_before_the_store() -> None:
+    """Two copies under way: who waits for shared memory alone does not wait for L2's answer."""
+    recording, _ = run(kernels.bulk_adds(16, 2048))
+    latencies = [replay([recording], with_rates(tma_latency=n)).clocks for n in (100, 1100)]
+    assert latencies[1] - latencies[0] == pytest.approx(1000)
+
+
+def test_products_wait_where_warps_use_shared_memory() -> None:
+    made = [kernels.rate((kernels.OPS[name],), 1, 128, 8) for name in ("ex2", "read")]
+    share = with_rates(beside_exchange=0.5)
+    bare, slowed = (replay([run(one)[0]], share) for one in made)
+    assert slowed.busy("tensor") > 1.2 * bare.busy("tensor")
+
+
+def test_a_pause_delays_who_waits_for_the_warp() -> None:
+    recording, _ = run(kernels.handover(True, loops=16))
+    pause = Work(100.0, 100.0, (1.0, 0.0, 0.0, 0.0, 0.0))
+    plain = replay([recording], H200)
+    paused = replay([recording], H200, lambda _, e: (None, pause if isinstance(e, Wait) else None))
+    assert paused.clocks - plain.clocks == pytest.approx(32 * 100, rel=0.1)
 
 
 def test_a_level_shares_a_limit() -> None:
