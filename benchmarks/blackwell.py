@@ -44,9 +44,12 @@ tokens, forward 706 to 879 (d 64 full), 834 to 862 (d 64 causal) and 1,330 to 1,
 where it takes 2,250 TFLOP/s as the peak (B200 or B300), and 1,225 to 1,243, 1,176 to 1,251 and
 1,882 where it takes 2,500 (GB200 or GB300). Of backward at d 64 we found none.
 
-What the numbers of backward hang on, all assumed: 14.5 bytes a clock that an SM adds to dQ in L2,
-16 that it stores into its peer's shared memory, and shared memory shared evenly between products
-and warps.
+What the numbers of backward hang on. Measured, but on an H200: 16.2 bytes a clock that an SM adds
+to dQ in L2 when all do, 22.2 that it stores into its peer's shared memory, and 332 clocks until a
+fence knows that the last of these are there. Assumed: shared memory is shared evenly between
+products and warps (beside wgmma, writes of 16 bytes keep 0.57 of their rate, reads and shuffles
+0.29 to 0.31), and a read of one address by all lanes takes as long as any (of 4 bytes it takes half
+on an H200).
 """
 COLUMNS = ("tensor", "shared", *UNITS[:EXCHANGE], "tma", "adds", "peer")
 # TFLOP/s of FlashAttention-4 on a B200; see FOOT.

@@ -6,6 +6,6 @@ advance under the dependencies that the emulator recorded; `timeline` draws what
 """
 
 from .rates import GPUS, Gpu
-from .replay import Replay, Span, replay
+from .replay import Pauses, Replay, Span, replay
 
-__all__ = ["GPUS", "Gpu", "Replay", "Span", "replay"]
+__all__ = ["GPUS", "Gpu", "Pauses", "Replay", "Span", "replay"]

@@ -45,6 +45,11 @@ class Gpu:
     beside_alu: Known
     beside_mufu: Known
     beside_exchange: Known
+    # Clocks of the register file's ports, which warps share with products, of a clock of each unit.
+    ports_fma: Known
+    ports_alu: Known
+    ports_mufu: Known
+    beside_latency: Known  # clocks that a result comes later beside products
     max_inputs: Known  # of an instruction that takes the maximum
     tmem_bytes: Known  # of a warp: tcgen05.ld and st; 0 where there is no tensor memory
     l2_bytes: Known  # to an SM, when all read
@@ -81,8 +86,8 @@ _H200 = Gpu(
     name="H200",
     sms=132,
     clock_mhz=Known(1980, "nvidia-smi, highest SM clock"),
-    busy_mhz=Known(748, "fitted: docs/cost.md"),
-    busy_free=Known(0.188, "fitted: docs/cost.md"),
+    busy_mhz=Known(736, "fitted: docs/cost.md"),
+    busy_free=Known(0.189, "fitted: docs/cost.md"),
     issue=Known(1, "NVIDIA, Hopper architecture whitepaper"),
     fma_lanes=Known(128, _NVIDIA),
     packed_fma_lanes=Known(128, "no packed FMA on sm_90"),
@@ -92,11 +97,15 @@ _H200 = Gpu(
     exchange_lanes=Known(32, _NVIDIA),
     shared_bytes=Known(128, "NVIDIA, Hopper tuning guide"),
     tensor=Known(1, "NVIDIA, Hopper architecture whitepaper: 4096 FLOP of 16-bit types"),
-    beside_issue=Known(0.5, "fitted: docs/cost.md; micro says at most 0.65"),
-    beside_fma=Known(0.65, "micro: 0.6 beside products of 64 columns, 0.74 of 128"),
+    beside_issue=Known(0.76, "micro: as beside_fma, which nothing but issue limits alone"),
+    beside_fma=Known(0.76, "micro: two warps beside products of 128 columns, 1.52 clocks of 1.15"),
     beside_alu=Known(0.51, "micro"),
     beside_mufu=Known(0.77, "micro"),
     beside_exchange=Known(0.31, "micro: products read shared memory too"),
+    ports_fma=Known(1.32, "micro: as beside_fma"),
+    ports_alu=Known(1.89, "micro: the same of maxima, 3.87 clocks of 2.05"),
+    ports_mufu=Known(0.71, "micro: what is left of 1.51 times the mix of a softmax alone"),
+    beside_latency=Known(3, "micro: 3.2 to 3.6 a link of the softmax chains"),
     max_inputs=Known(2, "SASS"),
     tmem_bytes=Known(0, "none"),
     l2_bytes=Known(35.3, "micro"),
@@ -117,10 +126,10 @@ _H200 = Gpu(
     launch_us=Known(0.53, "micro"),
     start=Known(700, "assumed; only the first tile of a CTA sees it"),
     l2_add_bytes=Known(11.4, "benchmarks/NOTES.md: 1,500 bytes a clock of the whole L2"),
-    peer_bytes=Known(16, "assumed: an eighth of shared memory's; no kernel here uses it"),
-    peer_latency=Known(180, "assumed: between shared memory's and L2's"),
-    unseen=Known(1.14, "fitted: docs/cost.md"),
-    tile_extra=Known(2250, "fitted: docs/cost.md"),
+    peer_bytes=Known(22.2, "micro: 32 KiB more take 1,478 clocks, 33 pairs at once; 21 one pair"),
+    peer_latency=Known(332, "micro: what the first 32 KiB and their fence take besides"),
+    unseen=Known(1.07, "fitted: docs/cost.md"),
+    tile_extra=Known(2750, "fitted: docs/cost.md"),
     l2_add_queue=Known(16384, "fitted: docs/cost.md"),
 )
 _H100 = replace(
@@ -143,11 +152,15 @@ _B200 = replace(
     beside_fma=Known(1, "assumed: as above"),
     beside_alu=Known(1, "assumed: as above"),
     beside_mufu=Known(1, "assumed: as above"),
-    beside_exchange=Known(0.5, "assumed: shared memory serves warps and products in turn"),
+    beside_exchange=Known(0.5, "assumed: in turn; the H200's writes keep 0.57, reads 0.29"),
+    ports_fma=Known(0, "assumed: products touch no registers"),
+    ports_alu=Known(0, "assumed: as above"),
+    ports_mufu=Known(0, "assumed: as above"),
+    beside_latency=Known(0, "assumed: as above"),
     max_inputs=Known(3, "SASS: ptxas makes one FMNMX3 of two maxima"),
     tmem_bytes=Known(128, "assumed: 4 bytes a lane and clock"),
     l2_bytes=Known(45, "assumed: the H200's and a quarter more"),
-    l2_add_bytes=Known(14.5, "assumed: as l2_bytes; FA4's backward by one CTA adds 14.2 or more"),
+    l2_add_bytes=Known(16.2, "micro on the H200: bulk additions, all SMs; half of them 25 each"),
     dram_bytes=Known(8000, "NVIDIA, B200 data sheet"),
     mma_latency=Known(60, "assumed: about the H200's"),
     mma_start=Known(40, "assumed: about the H200's"),

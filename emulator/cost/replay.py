@@ -35,7 +35,7 @@ from ..recording import (
     Wait,
 )
 from .rates import Gpu
-from .work import EXCHANGE, UNITS, Work, beside_tensor, measure
+from .work import EXCHANGE, Work, alone_shares, beside_tensor, measure
 
 Kind = Literal["work", "wait", "busy"]
 WARPGROUP = 4  # warps
@@ -101,6 +101,7 @@ class _Scheduler:
         self.sim = sim
         self.running: list[_Running] = []
         self.beside = False  # do the tensor cores run?
+        self.alone = list(alone_shares().values())
         self.shares = list(beside_tensor(sim.gpu).values())
         self.since = 0.0
         self.version = 0
@@ -128,7 +129,7 @@ class _Scheduler:
 
     def _plan(self) -> None:
         """Rates from now on, and when the next stretch ends."""
-        limits = self.shares if self.beside else [1.0] * len(UNITS)
+        limits = self.shares if self.beside else self.alone
         for one in self.running:
             one.rate = one.work.alone / one.work.beside if self.beside else 1.0
         for unit, limit in enumerate(limits):

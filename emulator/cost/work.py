@@ -7,6 +7,7 @@ them; all else counts as one instruction of the unit that executes it.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +15,8 @@ from ..ptx import Address, Instruction, Operand, Pair
 from .rates import Gpu
 
 WARP = 32
-UNITS: tuple[str, ...] = ("issue", "fma", "alu", "mufu", "exchange")
+# The last are the register file's: they bind beside the tensor cores alone.
+UNITS: tuple[str, ...] = ("issue", "fma", "alu", "mufu", "exchange", "ports")
 EXCHANGE = UNITS.index("exchange")
 _MUFU = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}
 _FMA = {"add", "sub", "mul", "fma", "mad"}
@@ -42,6 +44,7 @@ class _Node:
     unit: str
     clocks: float
     latency: float
+    ports: float = 0.0  # clocks of the register file's, beside the tensor cores
     missing: int = 0  # results that it waits for
     ready: float = 0.0
     height: float = 0.0  # of the longest way from here to the end
@@ -72,7 +75,9 @@ def measure(instructions: Iterable[Instruction], gpu: Gpu) -> Work:
         totals["issue"] += 1 / gpu.issue
         if unit:
             totals[unit] += clocks
-        made = _Node(unit, clocks, latency, len(sources))
+        ports = clocks * getattr(gpu, f"ports_{unit}", 0.0)
+        totals["ports"] += ports
+        made = _Node(unit, clocks, latency, ports, len(sources))
         for i in sources:
             nodes[i].after.append(len(nodes))
         writer.update(dict.fromkeys(written, (len(nodes),)))
@@ -81,26 +86,37 @@ def measure(instructions: Iterable[Instruction], gpu: Gpu) -> Work:
             runs.append(nodes)
             nodes, writer = [], {}
     runs.append(nodes)
-    alone, beside = (
-        sum(_schedule(nodes, shares) for nodes in runs)
-        for shares in (dict.fromkeys(UNITS, 1.0), beside_tensor(gpu))
-    )
+    alone = sum(_schedule(nodes, alone_shares()) for nodes in runs)
+    beside = sum(_schedule(nodes, beside_tensor(gpu), gpu.beside_latency) for nodes in runs)
     units = tuple(totals[name] for name in UNITS)
     return Work(alone, max(alone, beside), units, added, peer)
 
 
+def alone_shares() -> dict[str, float]:
+    """Of its rate that each unit has while the tensor cores do nothing."""
+    return dict.fromkeys(UNITS, 1.0) | {"ports": math.inf}
+
+
 def beside_tensor(gpu: Gpu) -> dict[str, float]:
     """Share of its rate that each unit keeps while the tensor cores run."""
-    return {unit: float(getattr(gpu, f"beside_{unit}")) for unit in UNITS}
+    kept = {unit: float(getattr(gpu, f"beside_{unit}")) for unit in UNITS if unit != "ports"}
+    return kept | {"ports": 1.0}
 
 
-def _schedule(run: list[_Node], shares: dict[str, float]) -> float:
+def _schedule(run: list[_Node], shares: dict[str, float], later: float = 0.0) -> float:
     """Clocks until the last is issued and what it takes of its unit is over.
 
-    shares: of its rate that each unit has.
+    shares: of its rate that each unit has; later: clocks that a unit's result comes later.
     """
     nodes = [
-        replace(node, clocks=node.clocks / shares.get(node.unit, 1.0), ready=0.0) for node in run
+        replace(
+            node,
+            clocks=node.clocks / shares.get(node.unit, 1.0),
+            latency=node.latency + (later if node.unit else 0.0),
+            ports=node.ports / shares["ports"],
+            ready=0.0,
+        )
+        for node in run
     ]
     step = 1 / shares["issue"]
     for node in reversed(nodes):
@@ -118,20 +134,23 @@ def _schedule(run: list[_Node], shares: dict[str, float]) -> float:
         chosen = -1
         while able and chosen < 0:
             entry = heapq.heappop(able)
-            unit = nodes[entry[1]].unit
-            if unit and free[unit] > now:
+            unit, ports = nodes[entry[1]].unit, nodes[entry[1]].ports
+            if unit and max(free[unit], free["ports"] if ports else 0.0) > now:
                 held.append(entry)
             else:
                 chosen = entry[1]
         for entry in held:
             heapq.heappush(able, entry)
         if chosen < 0:
-            times = [free[nodes[i].unit] for _, i in able] + [t for t, _ in waiting[:1]]
-            now = max(now, min(times))
+            times = [
+                max(free[nodes[i].unit], free["ports"] if nodes[i].ports else 0.0) for _, i in able
+            ]
+            now = max(now, min(times + [t for t, _ in waiting[:1]]))
             continue
         node = nodes[chosen]
         if node.unit:
             free[node.unit] = now + node.clocks
+            free["ports"] = max(free["ports"], now + node.ports)
         end = max(
             end, now + max(step, node.clocks), now + (0.0 if node.after else node.latency / 2)
         )

@@ -18,7 +18,7 @@ from hopwell.emulator.cost import GPUS, Gpu, replay
 from hopwell.emulator.cost.rates import Known
 from hopwell.emulator.cost.replay import _level
 from hopwell.emulator.cost.timeline import chrome, marks, page
-from hopwell.emulator.cost.work import Work
+from hopwell.emulator.cost.work import UNITS, Work
 from hopwell.emulator.machine import Machine
 from hopwell.emulator.memory import Extent, GlobalMemory
 from hopwell.emulator.recording import Arrive, Copy, Drain, Products, Recording, Wait
@@ -128,10 +128,33 @@ def test_products_wait_where_warps_use_shared_memory() -> None:
 
 def test_a_pause_delays_who_waits_for_the_warp() -> None:
     recording, _ = run(kernels.handover(True, loops=16))
-    pause = Work(100.0, 100.0, (1.0, 0.0, 0.0, 0.0, 0.0))
+    pause = Work(100.0, 100.0, tuple(float(unit == "issue") for unit in UNITS))
     plain = replay([recording], H200)
     paused = replay([recording], H200, lambda _, e: (None, pause if isinstance(e, Wait) else None))
     assert paused.clocks - plain.clocks == pytest.approx(32 * 100, rel=0.1)
+
+
+@pytest.mark.parametrize(("groups", "measured"), [(1, 17.0), (2, 26.4)])
+def test_a_mix_beside_products_is_slower_than_its_slowest_unit(
+    groups: int, measured: float
+) -> None:
+    """Clocks of four instructions of a softmax, as `micro` found them on an H200."""
+    loops = 8
+    recording, _ = run(kernels.rate(kernels.SOFTMAX, groups, 128, loops))
+    found = replay([recording], H200)
+    longest = max(s.end - s.start for s in found.spans if s.lane == "warp 0" and s.kind == "work")
+    mufu = 8 / H200.beside_mufu * groups
+    assert mufu < 4 * longest / (kernels.UNROLL * loops) == pytest.approx(measured, rel=0.15)
+
+
+def test_results_come_later_beside_products() -> None:
+    recording, _ = run(kernels.rate((kernels.OPS["ex2"],), 1, 128, 8, chains=1))
+    at_once, later = (replay([recording], with_rates(beside_latency=n)).spans for n in (0.0, 3.0))
+    spans = [
+        max(s.end - s.start for s in one if s.lane == "warp 0" and s.kind == "work")
+        for one in (at_once, later)
+    ]
+    assert spans[1] - spans[0] == pytest.approx(3 * kernels.UNROLL * 8, rel=0.15)
 
 
 def test_a_level_shares_a_limit() -> None:
@@ -151,7 +174,7 @@ def hopper() -> tuple[list[Recording], Counters]:
 def test_forward_keeps_what_was_counted(hopper: tuple[list[Recording], Counters]) -> None:
     recordings, counters = hopper
     found = replay(recordings, H200)
-    assert found.busy("tensor") == counters.tensor_clocks
+    assert found.busy("tensor") == pytest.approx(counters.tensor_clocks)
     streams = recordings[0].streams()
     copied = sum(s.nbytes for s in streams[0] if isinstance(s, Copy))
     assert copied == counters.tma_load_bytes
