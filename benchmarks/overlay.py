@@ -1,6 +1,6 @@
-"""A real run's clocks laid over the replay's: forward at head_dim 128, one consumer warpgroup each.
+"""A real run's clocks laid over the replay's: forward at head_dim 128, with turns.
 
-python -m hopwell.benchmarks.micro.trace capture FILE --shape 1x1024x64x128
+python -m hopwell.benchmarks.micro.trace capture FILE --shape 1x1024x64x128 --turns
 python -m hopwell.benchmarks.micro.trace run FILE docs/results/h200/trace-fwd-d128.json   (a GPU)
 python -m hopwell.benchmarks.overlay                                                      (none)
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from ..emulator.cost import GPUS, Pauses, replay
 from ..emulator.cost.timeline import edge_of
 from ..emulator.cost.work import UNITS, Work
 from ..emulator.recording import Arrive, Effect, Recording, Wait
+from ..kernels.tiles import forward_tiles
 from .cells import FORWARD
 from .micro.trace import stamped
 from .predict import Kernel, record
@@ -153,7 +154,8 @@ def _pieces(warp: int, edges: Sequence[str], measured: Stamps, predicted: Stamps
 
 def overlay(trace: dict[str, Any], tile: int) -> Overlay:
     """One tile of Q of both runs."""
-    recordings = record(Kernel("sm_90a", FORWARD, 128, False), 4, STEPS)
+    tiles = replace(forward_tiles("sm_90a", 128, 128), ping_pong_full=True)
+    recordings = record(Kernel("sm_90a", FORWARD, 128, False, tiles), 4, STEPS)
     measured = {w: [(int(s), float(c)) for s, c in trace["stamps"][str(w)]] for w in WARPS}
     cost = min(b[1] - a[1] for stamps in measured.values() for a, b in pairwise(stamps))
     found = replay(recordings, GPUS["H200"], stamps_as_pauses(cost))

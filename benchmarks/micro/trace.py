@@ -91,7 +91,11 @@ def instrumented(ptx: str, kernel: Any, every: int = 0) -> str:
 
 
 def capture(
-    shape: tuple[int, int, int, int], causal: bool, stages: int | None = None, every: int = 0
+    shape: tuple[int, int, int, int],
+    causal: bool,
+    stages: int | None = None,
+    every: int = 0,
+    turns: bool | None = None,
 ) -> dict[str, Any]:
     """Kernel and parameters of a forward launch on CPU tensors, whose addresses are to replace."""
     import cutlass.cute as cute
@@ -128,6 +132,8 @@ def capture(
         tiles = forward_tiles("sm_90a", dim, dim)
         if stages:
             tiles = replace(tiles, stages_k=stages, stages_v=stages)
+        if turns is not None:
+            tiles = replace(tiles, ping_pong=turns, ping_pong_full=None)
         function, arguments, options = forward_kernel("sm_90a", facts, tiles)
         options += " --generate-line-info --keep-ptx"
         compiled = cute.compile(function, *arguments, options=options)
@@ -188,9 +194,13 @@ def main() -> None:
 @click.option("--causal", is_flag=True)
 @click.option("--stages", type=int, help="Of K and V; by default the table's.")
 @click.option("--every", default=0, help="Stamps so many instructions apart, at the end.")
-def _capture(file: Path, shape: str, causal: bool, stages: int | None, every: int) -> None:
+@click.option("--turns/--no-turns", default=None, help="By default as the table says.")
+def _capture(
+    file: Path, shape: str, causal: bool, stages: int | None, every: int, turns: bool | None
+) -> None:
     batch, length, heads, dim = map(int, shape.split("x"))
-    file.write_text(json.dumps(capture((batch, length, heads, dim), causal, stages, every)))
+    made = capture((batch, length, heads, dim), causal, stages, every, turns)
+    file.write_text(json.dumps(made))
 
 
 @main.command("run")
