@@ -206,7 +206,7 @@ def test_timeline_is_a_trace_and_a_page(hopper: tuple[list[Recording], Counters]
     ]
     named = {(mark.lane, mark.kind, mark.name) for mark in made}
     assert {("consume 1", "wait", "load_q"), ("tensor", "busy", "mma_s")} <= named
-    assert ("consume 2", "wait", "turns") in named
+    assert ("consume 2", "wait", "mma_o") in named
     events: list[dict[str, Any]] = json.loads(json.dumps(chrome(made, 1000, "t")))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == len(made) and all(event["dur"] > 0 for event in spans)
