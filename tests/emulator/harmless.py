@@ -148,7 +148,7 @@ FORWARD_SM100 = {
     _ARRIVE + "`rings.correction_o.of(t).commit(done + step)`": (2, _WHOLE_WARP),
     _ARRIVE + "`load_tile.commit(number)`": (2, _SAME_LANE),
     _ARRIVE + "`rings.store_o.of(t).release(work)`": (2, _SAME_LANE),
-    _WAIT + "`rings.softmax_stats.of(t).acquire(number)`": (1, _ALPHA_READ),
+    _WAIT + "`rings.softmax_stats.of(t).acquire(step + work)`": (1, _ALPHA_READ),
     _WAIT + "`rings.mma_o.of(t).wait(done + step - 1)`": (2, _S_BEHIND_O),
     "dropped: cp.async.bulk.wait_group in `cute.arch.cp_async_bulk_wait_group(0)`": (1, _AT_EXIT),
     "one group more: cp.async.bulk.wait_group in `cute.arch.cp_async_bulk_wait_group(0)`": (
