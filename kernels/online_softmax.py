@@ -167,11 +167,10 @@ class RowSoftmax:
         """The x of the largest score of some, and of an old one."""
         return fold(self.larger, [old, *(scores[c] for c in range(cute.size(scores)))])
 
-    @cute.jit
     def hide(self, scores: cute.Tensor, limit: Int32) -> None:
         """Scores from `limit` on do not exist."""
-        for c in cutlass.range_constexpr(cute.size(scores)):
-            scores[c] = scores[c] if c < limit else self.hidden
+        for c in range(cute.size(scores)):
+            scores[c] = cutlass.select_(limit > c, scores[c], self.hidden)
 
     @cute.jit
     def take_in(self, new: Float32) -> Float32:
