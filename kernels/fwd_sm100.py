@@ -4,7 +4,7 @@ Data:    Q, K, V --TMA--> swizzled smem --tcgen05.mma--> S in TMEM --softmax, a 
          TMEM --tcgen05.mma, V from smem--> O in TMEM --correction--> smem --TMA--> O.
 Warps:   a warpgroup of softmax for each of the tiles of 128 rows, one that corrects O, and of the
          last a warp each that issues products, loads and stores.
-Memory:  K and V share one ring. In TMEM S and O have columns for each tile; P takes the second half
+Memory:  K and V share one ring. In TMEM S and O have columns for each tile; P takes the first half
          of its S (`borrow_s_as_p`), or columns of its own where some are left. O leaves through
          smem of its own, or through Q's.
 Overlap: while the tensor cores do one tile's products, the other's softmax runs (FlashAttention-4,
@@ -464,11 +464,11 @@ class FwdSm100(Forward):
         return first + step % SCORE_BUFFERS * self.tiles.tile_kv
 
     def borrow_s_as_p(self, t: Int32 | int, step: Int32) -> Int32 | int:
-        """The first column of P: of its own, or the second half of S's, whose scores are in
-        registers by then."""
+        """The first column of P: of its own, or the first half of S's; in the second some scores are
+        read anew."""
         if self.tiles.p_apart:
             return self.tiles.tmem.first("p") + t * self.tiles.p_columns
-        return self.score_column(t, step) + self.tiles.p_columns
+        return self.score_column(t, step)
 
     def out_column(self, t: int) -> int:
         """The first column of O of tile t of Q."""
@@ -538,6 +538,7 @@ class FwdSm100(Forward):
                 self.step(rings, smem, base, softmax, t, number, work, limit, thread, False)
             inverse, lse = softmax.finish()
             done += end
+            rings.softmax_stats.of(t).acquire(done + work)
             self.tell(rings, smem, t, done + work, inverse, thread)
             if thread < self.positions * self.group and position < args.q.shape[1]:
                 args.lse[batch, head * self.group + thread % self.group, position] = lse
@@ -559,45 +560,58 @@ class FwdSm100(Forward):
         masked: cutlass.Constexpr[bool],
     ):
         """One row of one K/V tile, of which columns from `limit` on do not exist."""
-        tile_kv, early = self.tiles.tile_kv, self.tiles.early_keys
+        tile_kv, early, half = self.tiles.tile_kv, self.tiles.early_keys, self.tiles.tile_kv // 2
         scores = cute.make_rmem_tensor(tile_kv, Float32)
+        low, high, last = some(scores, 0, half), some(scores, half), some(scores, early)
+        column = self.score_column(t, step)
         rings.mma_s.of(t).wait(step)
         tmem.after_taking_over()
-        tmem.load_row(base, self.score_column(t, step), scores, thread)
+        tmem.load_row(base, column, low, thread)
+        tmem.await_loads()
+        tmem.load_row(base, column + half, high, thread)  # under the maximum of the first half
+        if const_expr(masked):
+            softmax.hide(low, limit)
+        largest = softmax.largest(low, softmax.row_max[0])
         tmem.await_loads()
         if const_expr(self.tiles.p_apart):
             tmem.before_handing_over()
             rings.mma_s.of(t).release(step)
         if const_expr(masked):
-            for first in cutlass.range_constexpr(0, tile_kv, P_COLUMNS):
-                for c in cutlass.range_constexpr(first, first + P_COLUMNS):
-                    scores[c] = scores[c] if c < limit else softmax.hidden
-        alpha = softmax.take_in(scores, self.tiles.rescale_log2, self.tiles.flat)
-        self.tell(rings, smem, t, step + work, alpha, thread)
-        column = self.borrow_s_as_p(t, step)
+            softmax.hide(high, limit - half)
+        largest = softmax.largest(high, largest)
+        rings.softmax_stats.of(t).acquire(step + work)
+        self.tell(rings, smem, t, step + work, softmax.take_in(largest), thread)
         if const_expr(self.tiles.p_apart):
             rings.mma_o.of(t).wait(step - 1)  # the last P was read
             tmem.after_taking_over()
         for first in cutlass.range_constexpr(0, tile_kv, P_COLUMNS):
-            part = cute.make_tensor(scores.iterator + first, cute.make_layout(P_COLUMNS))
+            end = first + P_COLUMNS
+            part = some(scores, first, end)
             softmax.powers(part)
             exp2(part, self.tiles.fma_pairs)
             softmax.add(part)
             P = cute.make_rmem_tensor(P_COLUMNS, self.dtype)
             P.store(part.load().to(self.dtype))
             words = cute.recast_tensor(P, Float32)
-            tmem.store_row(base, column + first // WORD_ELEMENTS, words, thread)
-            end = first + P_COLUMNS
+            place = self.borrow_s_as_p(t, step) + first // WORD_ELEMENTS
+            tmem.store_row(base, place, words, thread)
+            if const_expr(end == early and not self.tiles.p_apart):
+                # Read anew, or ptxas would compute all of P before it hands over the first part.
+                tmem.load_row(base, column + early, last, thread)
             if const_expr(end in (early, tile_kv)):
                 tmem.await_stores()
                 tmem.before_handing_over()
                 ring = rings.softmax_p if const_expr(end == early) else rings.softmax_rest
                 ring.of(t).commit(step)
+            if const_expr(end == early and not self.tiles.p_apart):
+                tmem.await_loads()
+                if const_expr(masked):
+                    softmax.hide(last, limit - early)
+        softmax.bound_lag(self.tiles.rescale_log2, self.tiles.flat)
 
     @cute.jit
     def tell(self, rings, smem: Smem, t: Int32, number: Int32, value: Float32, thread: Int32):
-        """Softmax to correction: a number for each row."""
-        rings.softmax_stats.of(t).acquire(number)
+        """Softmax to correction: a number for each row, where the last one has been read."""
         smem.stats[thread, t] = value
         rings.softmax_stats.of(t).commit(number)
 
@@ -709,3 +723,9 @@ class FwdSm100(Forward):
             work += 1
             q_tile, head, batch = queue.take(rings.load_tile, work)
         cute.arch.cp_async_bulk_wait_group(0)
+
+
+def some(fragment: cute.Tensor, begin: int, end: int | None = None) -> cute.Tensor:
+    """Elements of a fragment in registers, from one on, up to another or to the last."""
+    count = (cute.size(fragment) if end is None else end) - begin
+    return cute.make_tensor(fragment.iterator + begin, cute.make_layout(count))

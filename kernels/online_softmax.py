@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from ..layouts.hardware import QUAD_THREADS
 
@@ -131,15 +131,16 @@ class RowSoftmax:
 
     row_max: cute.Tensor  # (1), the x of the score that P is relative to
     row_sum: cute.Tensor  # (1)
+    shift: cute.Tensor  # (1): -m, scaled; 0 where no score is seen yet
+    lag_floor: cute.Tensor  # (1), log2: m lags where alpha would not be below
     scale_log2: Float32
     negative_scale: cutlass.Constexpr[bool]
 
     @staticmethod
     def create(scale: Float32, negative_scale: bool) -> "RowSoftmax":
         """`scale` has the sign that `negative_scale` says, or is 0."""
-        row_max, row_sum = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
-        scale_log2 = nonzero_scale_log2(scale, negative_scale)
-        return RowSoftmax(row_max, row_sum, scale_log2, negative_scale)
+        state = (cute.make_rmem_tensor(1, Float32) for _ in range(4))
+        return RowSoftmax(*state, nonzero_scale_log2(scale, negative_scale), negative_scale)
 
     @property
     def hidden(self) -> Float32:
@@ -154,38 +155,50 @@ class RowSoftmax:
         """Before the first tile: no score seen."""
         self.row_max[0] = self.hidden
         self.row_sum[0] = Float32(0.0)
+        self.shift[0] = Float32(0.0)
+        self.lag_floor[0] = Float32.inf  # the first score is m
 
     @cute.jit
     def finite(self, largest: Float32) -> Float32:
         """0 where no score is seen yet: infinity minus infinity would be NaN."""
         return Float32(0.0) if largest == self.hidden else largest
 
+    def largest(self, scores: cute.Tensor, old: Float32) -> Float32:
+        """The x of the largest score of some, and of an old one."""
+        return fold(self.larger, [old, *(scores[c] for c in range(cute.size(scores)))])
+
+    def hide(self, scores: cute.Tensor, limit: Int32) -> None:
+        """Scores from `limit` on do not exist."""
+        for c in range(cute.size(scores)):
+            scores[c] = cutlass.select_(limit > c, scores[c], self.hidden)
+
     @cute.jit
-    def take_in(
-        self,
-        scores: cute.Tensor,
-        lag_log2: cutlass.Constexpr[float],
-        flat: cutlass.Constexpr[float],
-    ) -> Float32:
-        """m of this tile too, unless it grows by `lag_log2` at most and l, of the tiles before, is
-        at least `flat` times the largest P; returns alpha, what O before is to be multiplied with,
-        as l is."""
+    def take_in(self, new: Float32) -> Float32:
+        """The largest score so far becomes m, unless m may lag behind it; returns alpha, what O
+        before is to be multiplied with, as l is."""
         old = self.row_max[0]
-        values = [scores[c] for c in range(cute.size(scores))]
-        new = fold(self.larger, [old, *values])
-        grown = (old - self.finite(new)) * self.scale_log2  # 0 or below; -inf at the first score
-        alpha = cute.math.exp2(grown, fastmath=True)
-        if grown >= -lag_log2 and self.row_sum[0] * alpha >= flat:
-            new, alpha = old, Float32(1.0)
+        lags = (old - new) * self.scale_log2 >= self.lag_floor[0]  # NaN, without a score: no
+        pivot = self.finite(new)
+        shift = -pivot * self.scale_log2
+        alpha = cute.math.exp2((old - pivot) * self.scale_log2, fastmath=True)
+        if lags:
+            new, shift, alpha = old, self.shift[0], Float32(1.0)
         self.row_max[0] = new
+        self.shift[0] = shift
         self.row_sum[0] *= alpha
         return alpha
 
     @cute.jit
+    def bound_lag(self, lag_log2: cutlass.Constexpr[float], flat: cutlass.Constexpr[float]) -> None:
+        """m may lag in the next tile, by `lag_log2` at most, where l, of the tiles before, is at
+        least `flat` times the largest P. Known before the tile is: nothing waits for it."""
+        log2 = cute.math.log2(self.row_sum[0], fastmath=True)
+        self.lag_floor[0] = cute.arch.fmax(math.log2(flat) - log2, -lag_log2)
+
+    @cute.jit
     def powers(self, scores: cute.Tensor) -> None:
         """Some scores to the powers of 2 that P is, in place."""
-        shift = -self.finite(self.row_max[0]) * self.scale_log2
-        scale, shift = (self.scale_log2, self.scale_log2), (shift, shift)
+        scale, shift = (self.scale_log2, self.scale_log2), (self.shift[0], self.shift[0])
         for c in cutlass.range_constexpr(0, cute.size(scores), 2):
             pair = scores[c], scores[c + 1]
             scores[c], scores[c + 1] = cute.arch.fma_packed_f32x2(pair, scale, shift)

@@ -66,8 +66,10 @@ def forward_graph(
         by: By,
         freed_by: By | None = None,
         stage_bytes: int = 0,
+        in_tmem: bool = False,
     ) -> Handover:
-        return Handover(name, producer, consumers, stages, by, freed_by, stage_bytes, q_tiles)
+        ends = name, producer, consumers
+        return Handover(*ends, stages, by, freed_by, stage_bytes, q_tiles, in_tmem)
 
     return Graph(
         roles=(
@@ -85,10 +87,10 @@ def forward_graph(
             Handover("load_kv", "load", ("mma",), stages_kv, "tma", "mma", max(kv_bytes)),
             of_tiles("load_q", "load", (last_user,), 1, "tma", freed_by, q_bytes),
             of_tiles("mma_s", "mma", own, buffers, "mma", "warps" if p_apart else None),
-            of_tiles("softmax_p", *own, ("mma",), buffers, "warps"),
-            of_tiles("softmax_rest", *own, ("mma",), buffers, "warps"),
+            of_tiles("softmax_p", *own, ("mma",), buffers, "warps", in_tmem=True),
+            of_tiles("softmax_rest", *own, ("mma",), buffers, "warps", in_tmem=True),
             of_tiles("softmax_stats", *own, ("correction",), 1, "warps", "warps"),
-            of_tiles("correction_o", "correction", ("mma",), 1, "warps"),
+            of_tiles("correction_o", "correction", ("mma",), 1, "warps", in_tmem=True),
             of_tiles("mma_o", "mma", after_o, 1, "mma"),
             of_tiles("store_o", "correction", ("epilogue",), 1, "warps", "warps"),
         ),

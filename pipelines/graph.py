@@ -56,7 +56,8 @@ class Handover:
     `by` and `freed_by` say who arrives: TMA, which brings `stage_bytes`; the tensor cores, when
     what was issued is done; or the warps of the role. Without `freed_by` nothing is handed back.
     With `tiles` there are as many rings, one for each of the CTA's tiles of Q; a role that is named
-    by a letter too many, as softmax0 is, stands for the one of each tile.
+    by a letter too many, as softmax0 is, stands for the one of each tile. What is `in_tmem` needs
+    no memory barrier to reach another CTA.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Handover:
     freed_by: By | None
     stage_bytes: int = 0
     tiles: int = 1
+    in_tmem: bool = False
 
 
 @dataclass(frozen=True)
@@ -251,6 +253,7 @@ class Graph:
                 one.freed_by,
                 self.pair,
                 self.to_mma(one),
+                one.in_tmem,
             )
         # Frozen: of what can be assigned to, the DSL replaces members inside a branch.
         return make_dataclass("Rings", rings, frozen=True)(**rings)

@@ -37,6 +37,7 @@ class Ring:
     freed_by: cutlass.Constexpr[By | None]
     pair: cutlass.Constexpr[bool]  # two CTAs share products
     to_mma: cutlass.Constexpr[bool]  # the tensor cores consume
+    in_tmem: cutlass.Constexpr[bool]  # all that is handed over
 
     def of(self, tile: Int32 | int) -> "Ring":
         """The ring of one tile of Q, where each has its own: their barriers follow each other."""
@@ -86,7 +87,10 @@ class Ring:
         """Producer: the stage is full; with the tensor cores, once what the leader issued is
         done."""
         at = LEADING_CTA if self.pair and self.to_mma else None
-        arrive(self.full + self.stage(number), self.by, leader, self.pair, at, loc, ip)
+        # What is handed to another CTA may be in its shared memory.
+        far = at is not None and not self.in_tmem
+        scope = MemScopeKind.CLUSTER if far else MemScopeKind.CTA
+        arrive(self.full + self.stage(number), self.by, leader, self.pair, at, scope, loc, ip)
 
     @dsl_user_op
     def wait(self, number: Int32, *, loc=None, ip=None) -> None:
@@ -97,11 +101,19 @@ class Ring:
     @dsl_user_op
     def release(self, number: Int32, leader: Boolean | None = None, *, loc=None, ip=None) -> None:
         """Consumer: the stage is free; with the tensor cores, as `commit`."""
-        arrive(self.free + self.stage(number), self.freed_by, leader, self.pair, None, loc, ip)
+        free, scope = self.free + self.stage(number), MemScopeKind.CTA
+        arrive(free, self.freed_by, leader, self.pair, None, scope, loc, ip)
 
 
 def arrive(
-    barrier: cute.Pointer, by: By, leader: Boolean | None, pair: bool, at: int | None, loc, ip
+    barrier: cute.Pointer,
+    by: By,
+    leader: Boolean | None,
+    pair: bool,
+    at: int | None,
+    scope: MemScopeKind,
+    loc,
+    ip,
 ) -> None:
     """One arrival: the warp's, after all its lanes, `at` another CTA's barrier; or the tensor
     cores', of a pair in both CTAs."""
@@ -109,8 +121,6 @@ def arrive(
         commit(barrier, leader, pair, loc, ip)
     else:
         cute.arch.sync_warp(loc=loc, ip=ip)
-        # What is handed to another CTA may be in its shared memory.
-        scope = None if at is None else MemScopeKind.CLUSTER
         with cute.arch.elect_one(loc=loc, ip=ip):
             cute.arch.mbarrier_arrive(barrier, at, scope=scope, loc=loc, ip=ip)
 

@@ -61,11 +61,13 @@ def measure(instructions: Iterable[Instruction], gpu: Gpu) -> Work:
     writer: dict[
         str, tuple[int, ...]
     ] = {}  # of a register: the node, or those that it is moved from
-    for ins in instructions:
+    instructions = list(instructions)
+    joined = _joined(instructions) if gpu.max_inputs > 2 else set[int]()
+    for at, ins in enumerate(instructions):
         unit, clocks, latency = _cost(ins, gpu)
         written, read = _registers(ins)
         sources = tuple({i for name in read for i in writer.get(name, ())})
-        if not clocks and not latency:
+        if at in joined or (not clocks and not latency):
             writer.update(dict.fromkeys(written, sources))
             continue
         if ins.parts[0] == "red":
@@ -101,6 +103,22 @@ def beside_tensor(gpu: Gpu) -> dict[str, float]:
     """Share of its rate that each unit keeps while the tensor cores run."""
     kept = {unit: float(getattr(gpu, f"beside_{unit}")) for unit in UNITS if unit != "ports"}
     return kept | {"ports": 1.0}
+
+
+def _joined(instructions: list[Instruction]) -> set[int]:
+    """Maxima that the next one, which takes their result, does too: ptxas makes one of the two."""
+    joined: set[int] = set()
+    last: dict[str, int] = {}  # of a register: the maximum in it, if of two inputs and not yet used
+    for at, ins in enumerate(instructions):
+        written, read = _registers(ins)
+        found = [last.pop(name) for name in read if name in last]
+        if ins.parts[0] in ("max", "min") and "f32" in ins:
+            alike = [one for one in found if instructions[one].parts == ins.parts]
+            if alike:
+                joined.add(alike[0])
+            else:
+                last.update(dict.fromkeys(written, at))
+    return joined
 
 
 def _schedule(run: list[_Node], shares: dict[str, float], later: float = 0.0) -> float:
@@ -194,8 +212,6 @@ def _cost(ins: Instruction, gpu: Gpu) -> tuple[str, float, float]:
         shared = any("shared" in part for part in ins.parts)
         latency = gpu.exchange_latency if shared else gpu.global_latency
         return "exchange", clocks, latency if head in ("ld", "atom") else 1.0
-    if head in ("max", "min") and "f32" in ins:
-        return "alu", of(gpu.alu_lanes) / (gpu.max_inputs - 1), gpu.alu_latency
     if head == "bra":
         return "", 0.0, gpu.branch_latency if ins.predicate else 1.0
     if head == "mbarrier" or head in ("elect", "vote", "redux", "match", "activemask"):

@@ -70,11 +70,11 @@ HAND_BACK_S = (
     "            tmem.before_handing_over()\n"
     "            rings.mma_s.of(t).release(step)\n"
 )
-STORE_OF_P = "            tmem.store_row(base, column + first // WORD_ELEMENTS, words, thread)\n"
+STORE_OF_P = "            tmem.store_row(base, place, words, thread)\n"
 
 S_WRITTEN = Access("write", MMA, PRODUCT_S)
-S_READ = Access("read", rf"tcgen05\.ld of {SOFTMAX}", "tmem.load_row(base, self.score_column(")
-P_WRITTEN = Access("write", rf"tcgen05\.st of {SOFTMAX}", "tmem.store_row(base, column + first")
+S_READ = Access("read", rf"tcgen05\.ld of {SOFTMAX}", "tmem.load_row(base, column")
+P_WRITTEN = Access("write", rf"tcgen05\.st of {SOFTMAX}", "tmem.store_row(base, place, words")
 P_READ = Access("read", MMA, PRODUCT_O)
 O_WRITTEN = Access("write", MMA, PRODUCT_O)
 O_READ = Access("read", rf"tcgen05\.ld of {CORRECTION}", "tmem.load_row(base, self.out_column(")
@@ -156,7 +156,7 @@ FAULTS = [
     BlackwellFault(
         "S is used before it is in registers",
         {
-            "scores, thread)\n        tmem.await_loads()\n": "scores, thread)\n",
+            "column, low, thread)\n        tmem.await_loads()\n": "column, low, thread)\n",
         },
         kind="register in flight",
         message=r"a register is used before tcgen05\.wait::ld, while a tcgen05\.ld may",
@@ -164,11 +164,7 @@ FAULTS = [
     ),
     BlackwellFault(
         "a warp reads the rows of the next one",
-        {
-            "self.score_column(t, step), scores, thread)": (
-                "self.score_column(t, step), scores, (thread + 32) % WARPGROUP_THREADS)"
-            )
-        },
+        {"base, column, low, thread)": ("base, column, low, (thread + 32) % WARPGROUP_THREADS)")},
         kind="out of bounds",
         message=r"warp [0-7] names lane \d+ of tensor memory; it reaches lanes \d+\.\.\d+",
         line=S_READ.line,

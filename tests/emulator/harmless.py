@@ -192,7 +192,7 @@ P_IN_S = {
     **FORWARD_SM100,
     _AFTER: (10, _NO_FENCE),
     _BEFORE: (7, _NO_FENCE),
-    _WAIT + "`rings.softmax_stats.of(t).acquire(number)`": (1, _ALPHA_READ),
+    _WAIT + "`rings.softmax_stats.of(t).acquire(step + work)`": (1, _ALPHA_READ),
     _WAIT + "`rings.mma_o.of(t).wait(done + step - 1)`": (2, _S_BEHIND_O),
 }
 FORWARD_SM100_64 = {  # P lies apart

@@ -18,9 +18,10 @@ from hopwell.emulator.cost import GPUS, Gpu, replay
 from hopwell.emulator.cost.rates import Known
 from hopwell.emulator.cost.replay import _level
 from hopwell.emulator.cost.timeline import chrome, marks, page
-from hopwell.emulator.cost.work import UNITS, Work
+from hopwell.emulator.cost.work import UNITS, Work, measure
 from hopwell.emulator.machine import Machine
 from hopwell.emulator.memory import Extent, GlobalMemory
+from hopwell.emulator.ptx import parse
 from hopwell.emulator.recording import Arrive, Copy, Drain, Products, Recording, Wait
 from hopwell.emulator.report import Counters, Options
 from hopwell.interface.emulate import emulate
@@ -78,6 +79,18 @@ def test_exponentials_bind(lanes: int) -> None:
     longest = max(s.end - s.start for s in found.spans if s.lane == "warp 0")
     assert counters.total("mufu") == 4 * 128
     assert longest == pytest.approx(128 * 32 * 4 / lanes, rel=0.25)
+
+
+def test_of_two_maxima_that_follow_each_other_ptxas_makes_one() -> None:
+    """A chain of five is three instructions; one whose result is used besides stays."""
+    chain = [f"max.f32 a{i + 1}, a{i}, b{i};" for i in range(5)]
+    used = ["max.f32 c1, c0, b0;", "add.f32 d, c1, c1;", "max.f32 c2, c1, b1;"]
+    lines = [".reg .f32 c<3>, d, a<6>, b<5>;", *chain, *used]
+    text = f".version 9.0 .target sm_100a .visible .entry k() {{ {' '.join(lines)} ret; }}"
+    instructions = parse(text, "k").instructions[:-1]
+    alu, issue = UNITS.index("alu"), UNITS.index("issue")
+    two, three = (measure(instructions, with_rates(max_inputs=n)).units for n in (2, 3))
+    assert (two[issue], three[issue]) == (8, 6) and (two[alu], three[alu]) == (14, 10)
 
 
 def test_two_warps_of_a_scheduler_share_it() -> None:
