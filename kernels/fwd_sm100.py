@@ -464,8 +464,8 @@ class FwdSm100(Forward):
         return first + step % SCORE_BUFFERS * self.tiles.tile_kv
 
     def borrow_s_as_p(self, t: Int32 | int, step: Int32) -> Int32 | int:
-        """The first column of P: of its own, or the first half of S's; in the second some scores are
-        read anew."""
+        """The first column of P: of its own, or the first half of S's, in whose second some scores
+        are read anew."""
         if self.tiles.p_apart:
             return self.tiles.tmem.first("p") + t * self.tiles.p_columns
         return self.score_column(t, step)
