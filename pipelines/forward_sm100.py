@@ -14,12 +14,12 @@
     +-------------+         +--------------------------------------------------------------------+
 
 Five handovers need no way back. S of the next K/V tile but one goes where this one's P was, and is
-issued behind the product that reads P, by the same thread: that product was allowed by softmax_p and
-softmax_rest, which say that S was read and P is written, and by correction_o, which says that alpha
-was read and O is as it should be. A role that waits for them has thereby waited for whoever read what it
-overwrites. Where P has columns of its own (`p_apart`), S of the next K/V tile is issued before the
-product that reads P: softmax hands S back once it is in registers, and waits for mma_o before it
-writes P again.
+issued behind the product that reads P, by the same thread: that product was allowed by softmax_p
+and softmax_rest, which say that S was read and P is written, and by correction_o, which says that
+alpha was read and O is as it should be. A role that waits for them has thereby waited for whoever
+read what it overwrites. Where P has columns of its own (`p_apart`), S of the next K/V tile is
+issued before the product that reads P: softmax hands S back once it is in registers, and waits for
+mma_o before it writes P again.
 """
 
 from ..layouts.hardware import WARP_THREADS, WARPGROUP_WARPS

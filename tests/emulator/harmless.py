@@ -317,7 +317,7 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
     },
     "backward-sm100-128": {
         **BACKWARD_PAIR,
-        _ARRIVE + "`cute.arch.sync_warp()`": (4, _LANE_WAITS),
+        _ARRIVE + "`cute.arch.sync_warp()`": (8, _LANE_WAITS),
         "dropped: barrier.cluster.wait in `cute.arch.cluster_wait()`": (1, _ALL_AWAITED),
     },
     "backward-sm100-192": {
