@@ -60,6 +60,9 @@ _S_READ = (
 _BOTH_Q = (
     "both tiles of Q are free once the same products are over: the wait for the first is enough"
 )
+_USED_LATER = (
+    "the first half of the scores: where there is a mask, the compiler uses it behind the next wait"
+)
 _STAGES_LEFT = (
     "the wait for Q stands for all products of the last tile, and no tile here has more of K and V "
     "than there are stages (that with head_dim 128 does)"
@@ -202,7 +205,8 @@ FORWARD_SM100_64 = {  # P lies apart
     _ARRIVE + "`rings.mma_s.of(t).release(step)`": (2, _WHOLE_WARP),
     _WAIT + "`rings.mma_s.of(t).acquire(step)`": (2, _S_READ),
     _RELINQUISH.format("cta_group::1"): (1, _ALONE),
-    _WAIT + "`ring.acquire(work)`": (1, _BOTH_Q),  # not of a pair, if a warp is slow
+    _WAIT + "`ring.acquire(work)`": (1, _BOTH_Q),
+    "dropped: tcgen05.wait::ld.sync.aligned in `tmem.await_loads()`": (1, _USED_LATER),
     _WAIT + "`ring.acquire(kv, self.tiles.v_bytes)`": (1, _STAGES_LEFT),
     _WAIT + "`ring.acquire(kv, self.tiles.k_bytes)`": (1, _STAGES_LEFT),
 }
@@ -291,6 +295,7 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
         _RELINQUISH.format("cta_group::2"): (1, _ALONE),
         _WAIT + "`rings.load_kv.drain(kv)`": (6, _LAST_COMMIT),
         _WAIT + "`rings.load_q.of(t).drain(work)`": (1, _LAST_COMMIT),
+        _WAIT + "`ring.acquire(work)`": (1, _BOTH_Q),
         "dropped: barrier.cluster.wait in `cute.arch.cluster_wait()`": (1, _DRAINED),
     },
     "forward-sm100-128": {
