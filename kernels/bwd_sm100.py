@@ -64,7 +64,7 @@ from .wgmma import narrow
 
 COMPUTE_WARPGROUPS = 2
 SLICE = 32  # columns of dP, or of a gradient, in registers at once
-HELD_COLUMNS = 64  # of dQ of two tiles: the last, which leave tensor memory before they are added
+HELD_COLUMNS = 64  # of dQ in dP's place: the last, which leave it before they are added
 WORD_ELEMENTS = 2  # of P and dS in a column of TMEM
 
 
@@ -895,7 +895,9 @@ class BwdSm100(BwdMain):
         """A warp's part of dQ of a tile, added to what other K/V tiles gave."""
         columns = self.tiles.dq_tmem_columns
         floats, warp = WARP_THREADS * DQ_COLUMNS, thread // WARP_THREADS
-        held = min(HELD_COLUMNS, columns) if const_expr(self.tiles.dq_tiles > 1) else DQ_COLUMNS
+        held = DQ_COLUMNS
+        if const_expr(self.tiles.borrow_as_dq == "dp"):  # dP of the next tile waits
+            held = min(HELD_COLUMNS, columns)
         for first in cutlass.range_constexpr(0, columns - held + 1, DQ_COLUMNS):
             width = held if const_expr(first + held == columns) else DQ_COLUMNS
             part = cute.make_rmem_tensor(width, Float32)
