@@ -48,7 +48,7 @@ from ..layouts.hardware import (
     WARPGROUP_WARPS,
 )
 from ..layouts.opaque import elected, lane
-from ..layouts.smem import allocate, row_major_stages, store_to_cta, view
+from ..layouts.smem import allocate, row_major_stages, store_line_to_cta, store_to_cta, view
 from ..pipelines.backward_sm100 import backward_graph
 from ..pipelines.rings import leads
 from ..pipelines.tile_order import TileOrder
@@ -64,6 +64,7 @@ from .wgmma import narrow
 
 COMPUTE_WARPGROUPS = 2
 SLICE = 32  # columns of dP, or of a gradient, in registers at once
+HELD_COLUMNS = 64  # of dQ in dP's place: the last, which leave it before they are added
 WORD_ELEMENTS = 2  # of P and dS in a column of TMEM
 
 
@@ -794,14 +795,18 @@ class BwdSm100(BwdMain):
     def hand_out(self, rdS: cute.Tensor, smem: Smem, part: Part, number: Int32):
         """dS to where dQ's product reads it; of a pair to the CTA that has these rows of dQ."""
         if const_expr(self.tiles.pair):
-            row = number % self.tiles.dq_tiles * self.tiles.tile_q + part.first  # of the product
-            cta = row // self.tiles.dq_rows
             line = smem.ds[part.rank * self.tiles.keys + part.key, None, 0]
-            first = row % self.tiles.dq_rows
-            for c in cutlass.range_constexpr(0, cute.size(rdS), OCTET):
-                octet = cute.make_tensor(rdS.iterator + c, cute.make_layout(OCTET))
-                target = cute.local_tile(line, (OCTET,), (first // OCTET + c // OCTET,))
-                store_to_cta(octet, target, cta)
+            if const_expr(self.tiles.dq_tiles > 1):  # all rows of the tile
+                own = cute.size(rdS)
+                place = cute.local_tile(line, (own,), (part.first // own,))
+                store_line_to_cta(rdS, place, number % self.tiles.dq_tiles)
+            else:
+                cta = part.first // self.tiles.dq_rows
+                first = part.first % self.tiles.dq_rows
+                for c in cutlass.range_constexpr(0, cute.size(rdS), OCTET):
+                    octet = cute.make_tensor(rdS.iterator + c, cute.make_layout(OCTET))
+                    target = cute.local_tile(line, (OCTET,), (first // OCTET + c // OCTET,))
+                    store_to_cta(octet, target, cta)
             cute.arch.fence_proxy("async.shared", space="cluster")
         else:
             self.write(rdS, smem.ds[part.key, None, 0], part.first)
@@ -890,26 +895,31 @@ class BwdSm100(BwdMain):
         """A warp's part of dQ of a tile, added to what other K/V tiles gave."""
         columns = self.tiles.dq_tmem_columns
         floats, warp = WARP_THREADS * DQ_COLUMNS, thread // WARP_THREADS
-        for c in cutlass.range_constexpr(0, columns, DQ_COLUMNS):
-            part = cute.make_rmem_tensor(DQ_COLUMNS, Float32)
-            tmem.load_row(base, self.dq_column(number) + c, part, thread)
+        held = DQ_COLUMNS
+        if const_expr(self.tiles.borrow_as_dq == "dp"):  # dP of the next tile waits
+            held = min(HELD_COLUMNS, columns)
+        for first in cutlass.range_constexpr(0, columns - held + 1, DQ_COLUMNS):
+            width = held if const_expr(first + held == columns) else DQ_COLUMNS
+            part = cute.make_rmem_tensor(width, Float32)
+            tmem.load_row(base, self.dq_column(number) + first, part, thread)
             tmem.await_loads()
-            if const_expr(c + DQ_COLUMNS == columns):
+            if const_expr(first + width == columns):
                 tmem.before_handing_over()
                 rings.reduce_dq.commit(number)
-            stage = (number * (columns // DQ_COLUMNS) + c // DQ_COLUMNS) % DQ_STAGES
-            if lane() == 0:
-                cute.arch.cp_async_bulk_wait_group(DQ_STAGES - 1, read=True)
-            cute.arch.sync_warp()
-            quads = cute.make_layout((QUAD, DQ_COLUMNS // QUAD))
-            target = smem.dq[None, thread % WARP_THREADS, None, stage, warp]
-            cute.autovec_copy(cute.make_tensor(part.iterator, quads), target)
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            if lane() == 0:
-                source = smem.dq[None, None, None, stage, warp].iterator
-                reduce_bulk(there + c // DQ_COLUMNS * floats, source, floats * 4)
-                cute.arch.cp_async_bulk_commit_group()
+            for c in cutlass.range_constexpr(first, first + width, DQ_COLUMNS):
+                stage = (number * (columns // DQ_COLUMNS) + c // DQ_COLUMNS) % DQ_STAGES
+                if lane() == 0:
+                    cute.arch.cp_async_bulk_wait_group(DQ_STAGES - 1, read=True)
+                cute.arch.sync_warp()
+                quads = cute.make_layout((QUAD, DQ_COLUMNS // QUAD))
+                target = smem.dq[None, thread % WARP_THREADS, None, stage, warp]
+                cute.autovec_copy(cute.make_tensor(part.iterator + (c - first), quads), target)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                if lane() == 0:
+                    source = smem.dq[None, None, None, stage, warp].iterator
+                    reduce_bulk(there + c // DQ_COLUMNS * floats, source, floats * 4)
+                    cute.arch.cp_async_bulk_commit_group()
 
     def dq_fragment(self, dtype: type[cutlass.Numeric]) -> cute.Tensor:
         """This thread's part of a block of dQ, in the order in which it was added."""

@@ -8,7 +8,10 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils.hopper_helpers import get_smem_layout_atom
 
-from .hardware import SWIZZLE_BYTES
+from .hardware import OCTET, SWIZZLE_BYTES
+
+LINE_BYTES = 128  # of a row of the widest swizzle
+OCTET_BYTES = 16  # which it moves in one piece
 
 
 def row_major_stages(
@@ -44,6 +47,33 @@ def store_to_cta(octet: cute.Tensor, place: cute.Tensor, cta: Int32, *, loc=None
     pointer = cute.arch.map_dsmem_ptr(place.iterator, cta, loc=loc, ip=ip)
     there = cute.make_tensor(pointer, place.layout)
     cute.autovec_copy(octet, there, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_line_to_cta(
+    values: cute.Tensor, line: cute.Tensor, cta: Int32, *, loc=None, ip=None
+) -> None:
+    """A line of the swizzle (128 bytes), registers -> where `line` is, in a CTA of the cluster.
+
+    Its address is mapped and swizzled once, its octets' are one bitwise operation more each: from a
+    CTA that changes `store_to_cta` computes all of it for each octet. The swizzle exchanges octets
+    by bits above those of a line, which mapping leaves as they are.
+    """
+    assert cute.size(values) * values.element_type.width == 8 * LINE_BYTES
+    at = cute.arch.map_dsmem_ptr(line.iterator, cta, loc=loc, ip=ip).toint(loc=loc, ip=ip)
+    first = at ^ ((at >> 3) & (LINE_BYTES - OCTET_BYTES))
+    for c in range(cute.size(values) // OCTET):
+        octet = cute.make_tensor(values.iterator + c * OCTET, cute.make_layout(OCTET))
+        pointer = cute.make_ptr(
+            values.element_type,
+            first ^ (c * OCTET_BYTES),
+            cute.AddressSpace.dsmem,
+            assumed_align=OCTET_BYTES,
+            loc=loc,
+            ip=ip,
+        )
+        there = cute.make_tensor(pointer, octet.layout)
+        cute.autovec_copy(octet, there, loc=loc, ip=ip)
 
 
 def transposed(stages: cute.Tensor) -> cute.Tensor:

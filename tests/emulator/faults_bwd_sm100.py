@@ -66,9 +66,13 @@ NEXT_S = (
 )
 BEHIND_DK = "            else:\n" + NEXT_S
 AWAIT_DQ = "            tmem.await_loads()\n"
-LAST_OF_DQ = "            if const_expr(c + DQ_COLUMNS == columns):\n"
+LAST_OF_DQ = "            if const_expr(first + width == columns):\n"
 TELL_DQ_READ = (
     "                tmem.before_handing_over()\n                rings.reduce_dq.commit(number)\n"
+)
+STAGE_DQ = (
+    "                "
+    "cute.autovec_copy(cute.make_tensor(part.iterator + (c - first), quads), target)\n"
 )
 STORE_P = 'tmem.store_row(base, self.borrow_s_as("p", number, part.half), words, part.thread)\n'
 SUMS_MADE = "            cute.arch.cp_async_bulk_wait_group(0)\n"
@@ -88,7 +92,7 @@ DP_READ = Access("read", rf"tcgen05\.ld of {COMPUTE}", "tmem.load_row(base, colu
 DQ_READ = Access("read", rf"tcgen05\.ld of {REDUCE}", "tmem.load_row(base, self.dq_column(")
 ROWS_READ = Access("read", COMPUTE, "cute.autovec_copy(cute.local_tile(row, (QUAD,)")
 LOADED = Access("write", COPIES, "cute.copy(")
-DQ_STAGED = Access("write", REDUCE, "cute.autovec_copy(cute.make_tensor(part.iterator, quads)")
+DQ_STAGED = Access("write", REDUCE, STAGE_DQ.strip())
 DQ_ADDED = Access("read", r"the bulk copies of warp [0-3] lane 0", "reduce_bulk(there")
 
 
@@ -114,13 +118,13 @@ FAULTS = [
     ),
     BlackwellBackwardFault(
         "halves of dS go to the wrong CTAs",
-        {"cta = row // self.tiles.dq_rows": "cta = 1 - row // self.tiles.dq_rows"},
+        {"cta = part.first // self.tiles.dq_rows": "cta = 1 - part.first // self.tiles.dq_rows"},
         kind="numbers",
         message="dq is off",
     ),
     BlackwellBackwardFault(
         "both halves of dS stay",
-        {"cta = row // self.tiles.dq_rows": "cta = part.rank"},
+        {"cta = part.first // self.tiles.dq_rows": "cta = part.rank"},
         races=(Race("shared", DS_HANDED_OUT, DS_HANDED_OUT),),
     ),
     BlackwellBackwardFault(
@@ -159,6 +163,21 @@ FAULTS = [
         kind="uninitialised read",
         message="shared memory is read before anything wrote it",
         line=BY_SMEM,
+        tiles=DQ_OF_TWO,
+    ),
+    BlackwellBackwardFault(
+        "dS of a tile goes to the CTA of the next",
+        {"place, number % self.tiles.dq_tiles": "place, (number + 1) % self.tiles.dq_tiles"},
+        kind="numbers",
+        message="dq is off",
+        tiles=DQ_OF_TWO,
+    ),
+    BlackwellBackwardFault(
+        "dS of a tile is stored without the swizzle",
+        {"first = at ^ ((at >> 3) & (LINE_BYTES - OCTET_BYTES))": "first = at"},
+        kind="numbers",
+        message="dq is off",
+        file="layouts/smem.py",
         tiles=DQ_OF_TWO,
     ),
     BlackwellBackwardFault(
@@ -259,10 +278,9 @@ FAULTS = [
     BlackwellBackwardFault(
         "dQ is added before it is stored",
         {
-            "            cute.autovec_copy(cute.make_tensor(part.iterator, quads), target)\n": "",
-            "                cute.arch.cp_async_bulk_commit_group()\n\n": (
-                "                cute.arch.cp_async_bulk_commit_group()\n"
-                "            cute.autovec_copy(cute.make_tensor(part.iterator, quads), target)\n\n"
+            STAGE_DQ: "",
+            "                    cute.arch.cp_async_bulk_commit_group()\n\n": (
+                f"                    cute.arch.cp_async_bulk_commit_group()\n{STAGE_DQ}\n"
             ),
         },
         kind="uninitialised read",
@@ -272,8 +290,8 @@ FAULTS = [
     BlackwellBackwardFault(
         "dQ is stored where the reduction before may still read",
         {
-            "            if lane() == 0:\n"
-            "                cute.arch.cp_async_bulk_wait_group(DQ_STAGES - 1, read=True)\n": ""
+            "                if lane() == 0:\n"
+            "                    cute.arch.cp_async_bulk_wait_group(DQ_STAGES - 1, read=True)\n": ""
         },
         races=(Race("shared", DQ_STAGED, DQ_ADDED),),
     ),
