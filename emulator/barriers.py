@@ -199,10 +199,7 @@ class Barriers(Accesses):
             barrier.done, barrier.clock = barrier.clock, None
             barrier.generation += 1
             self.cta.cluster.version += 1
-            for cta in self.cta.cluster.ctas:  # did not end before what came before
-                for agent, epoch in barrier.before.items():
-                    if agent in cta.reached and cta.reached[agent][0] <= epoch:
-                        del cta.reached[agent]
+            barrier.came = dict(barrier.before)
 
     def cluster_wait(self, m: Mask, site: int) -> bool:
         barrier = self.cta.cluster.barrier
@@ -225,6 +222,10 @@ class Barriers(Accesses):
             self.cluster_arrived[w] &= ~self._lane_bits(m, w)
         if self.check:
             self._acquire(m, barrier.done)
+            reached = self.cta.reached  # the CTA did not end before what came before
+            for agent, epoch in barrier.came.items():
+                if agent in reached and reached[agent][0] <= epoch:
+                    del reached[agent]
         if self.log is not None:
             self.note(Wait(site, ("cluster", 0, 0, ticket)), m)
         return True

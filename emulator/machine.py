@@ -102,6 +102,7 @@ class ClusterBarrier:
     clock: Clock | None = None
     done: Clock | None = None
     before: dict[int, int] = field(default_factory=dict)  # what came before: agents and epochs
+    came: dict[int, int] = field(default_factory=dict)  # the same of the last generation done
 
 
 class Cta:

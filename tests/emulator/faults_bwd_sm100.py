@@ -191,6 +191,17 @@ FAULTS = [
         tiles=DQ_OF_TWO,
     ),
     BlackwellBackwardFault(
+        "of a pair each tells the other that it is done, and none waits",
+        {
+            "            cute.arch.cluster_arrive()\n            cute.arch.cluster_wait()\n": (
+                "            cute.arch.cluster_arrive()\n"
+            )
+        },
+        kind="barrier misuse",
+        message=r"an mbarrier of CTA 0 of the cluster is used, which (has|may have) ended",
+        line="rings.reduce_dq.commit(number)",
+    ),
+    BlackwellBackwardFault(
         "folded accumulators: the halves of queries change places",
         {"first = folds *": "first = (1 - folds) *"},
         kind="numbers",
