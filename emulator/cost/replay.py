@@ -276,8 +276,8 @@ class _Warp:
     lane: str
     steps: list[Step]
     recording: Recording
-    open: dict[str, list[Signal]] = field(default_factory=lambda: _queues())
-    groups: dict[str, list[Signal]] = field(default_factory=lambda: _queues())
+    open: dict[str, list[Signal]] = field(default_factory=_queues)
+    groups: dict[str, list[Signal]] = field(default_factory=_queues)
     moves: dict[str, list[Signal]] = field(default_factory=lambda: {"ld": [], "st": []})
     tmem_free: float = 0.0
     mmas: list[Signal] = field(default_factory=list)

@@ -223,6 +223,13 @@ def _made(name: str, producer: str) -> str:
     return f"`pipeline_{name} = cutlass.pipeline.Pipeline{producer}{consumer}.create(`"
 
 
+def _unused(of: str, *counts: int) -> dict[str, tuple[int, str]]:
+    """Of the barriers that a class makes: so many dropped, with a count too high and too low."""
+    edits = "dropped", "count + 1", "count - 1"
+    made = f"mbarrier.init.shared.b64 in `obj = {of}.create(*args, **kwargs)`"
+    return {f"{e}: {made}": (n, _UNUSED) for e, n in zip(edits, counts, strict=True)}
+
+
 def _begun_twice(*pipelines: tuple[str, str]) -> dict[str, tuple[int, str]]:
     """Each fences and synchronises for itself, and another one comes behind."""
     what = "fence.mbarrier_init.release.cluster", "bar.sync"
@@ -510,23 +517,8 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
             _TWICE,
         ),
         # Nobody says that O and the second half of P are free, nor that statistics are full.
-        "dropped: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
-            4,
-            _UNUSED,
-        ),
-        "count + 1: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
-            4,
-            _UNUSED,
-        ),
-        "count - 1: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
-            2,
-            _UNUSED,
-        ),
-        **{
-            f"{edit}: mbarrier.init.shared.b64 in "
-            "`obj = PipelineAsyncOg.create(*args, **kwargs)`": (2, _UNUSED)
-            for edit in ("dropped", "count + 1", "count - 1")
-        },
+        **_unused("parent_cls", 4, 4, 2),
+        **_unused("PipelineAsyncOg", 2, 2, 2),
         _WAIT + "`pipeline_q.producer_acquire_w_index_phase(stage, phase)`": (1, _BOTH_Q),
         _WAIT + "`pipeline_kv.producer_acquire(producer_state, **extra_kwargs)`": (1, _AFTER_Q),
         # Of six stages.
@@ -547,30 +539,8 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
         "corr_epi_producer_phase)`": (1, _OWN_CTA),
     },
     "fa4-forward-sm100": {
-        "dropped: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
-            4,
-            _UNUSED,
-        ),
-        "count + 1: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
-            5,
-            _UNUSED,
-        ),
-        "count - 1: mbarrier.init.shared.b64 in `obj = parent_cls.create(*args, **kwargs)`": (
-            2,
-            _UNUSED,
-        ),
-        "dropped: mbarrier.init.shared.b64 in `obj = PipelineAsyncOg.create(*args, **kwargs)`": (
-            2,
-            _UNUSED,
-        ),
-        "count + 1: mbarrier.init.shared.b64 in `obj = PipelineAsyncOg.create(*args, **kwargs)`": (
-            3,
-            _UNUSED,
-        ),
-        "count - 1: mbarrier.init.shared.b64 in `obj = PipelineAsyncOg.create(*args, **kwargs)`": (
-            2,
-            _UNUSED,
-        ),
+        **_unused("parent_cls", 4, 5, 2),
+        **_unused("PipelineAsyncOg", 2, 3, 2),
         "dropped: cp.async.bulk.commit_group in `cute.arch.cp_async_bulk_commit_group()`": (
             1,
             _NEXT_STORE,
