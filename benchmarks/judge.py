@@ -118,28 +118,17 @@ def table(found: Sequence[Judged]) -> str:
 
 
 def fit(measured: Sequence[dict[str, Any]], gpu: Gpu) -> dict[str, float]:
-    """The fitted numbers, from the fitted configurations: first those of the clock, by least
-    squares, then of the clocks, by a search for the smallest sum of squared logarithms."""
+    """The fitted numbers, from the fitted configurations: of the card's clock by least squares, of
+    the clocks by least squares of their logarithms."""
     rows = {row["name"]: row for row in measured}
     fitted = [one for one in CONFIGURATIONS if one.fitted and one.name in rows]
     clocks = {one: rows[one.name]["held_us"] * rows[one.name]["mhz"] for one in fitted}
-    bare = replace(gpu, unseen=Known(1, "bare"), tile_extra=Known(0, "bare"))
-    made = {one: predict(kernel(one), one.cell, bare) for one in fitted}
+    made = {one: predict(kernel(one), one.cell, replace(gpu, unseen=Known(1))) for one in fitted}
     busy = np.array([made[one].tensor * made[one].clocks / clocks[one] for one in fitted])
     mhz = np.array([rows[one.name]["mhz"] for one in fitted])
     slope, top = np.polyfit(busy, mhz, 1)
-
-    def loss(unseen: float, extra: float) -> float:
-        tried = replace(gpu, unseen=Known(unseen, ""), tile_extra=Known(extra, ""))
-        return sum(
-            math.log(predict(kernel(one), one.cell, tried).clocks / clocks[one]) ** 2
-            for one in fitted
-        )
-
-    tried = [(unseen / 100, extra) for unseen in range(100, 121) for extra in range(0, 3001, 250)]
-    unseen, extra = min(tried, key=lambda pair: loss(*pair))
-    free = (top - gpu.clock_mhz) / -slope
-    return {"busy_mhz": -slope, "busy_free": free, "unseen": unseen, "tile_extra": extra}
+    unseen = math.exp(statistics.mean(math.log(clocks[one] / made[one].clocks) for one in fitted))
+    return {"busy_mhz": -slope, "busy_free": (top - gpu.clock_mhz) / -slope, "unseen": unseen}
 
 
 @click.command()

@@ -39,7 +39,7 @@ from .cells import BACKWARD, FORWARD, Cell
 STEPS, TILES = (6, 12), (2, 4)
 STEPS_BLACKWELL, TILES_BLACKWELL = (10, 18), (1, 2)
 # Rates that the replay does not use.
-_AROUND = ("unseen", "tile_extra", "launch_us", "clock_mhz", "busy_mhz", "busy_free", "dram_bytes")
+_AROUND = ("unseen", "launch_us", "clock_mhz", "busy_mhz", "busy_free", "dram_bytes")
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def predict(kernel: Kernel, cell: Cell, gpu: Gpu) -> Prediction:
     """A launch of the kernel on the problem, on the whole GPU."""
     found, order = line(kernel, gpu), _steps(kernel, cell)
     workers = gpu.sms // kernel.ctas
-    each = [gpu.tile_extra + found.of(1, n) - found.start for n in order]
+    each = [found.of(1, n) - found.start for n in order]
     clocks = gpu.unseen * (found.start + _makespan(each, workers))
     busy = sum(order) * found.tensor / workers / clocks
     mhz = gpu.mhz(busy)

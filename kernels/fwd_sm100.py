@@ -564,6 +564,7 @@ class FwdSm100(Forward):
         scores = cute.make_rmem_tensor(tile_kv, Float32)
         low, high, last = some(scores, 0, half), some(scores, half), some(scores, early)
         column = self.score_column(t, step)
+        rings.softmax_stats.of(t).acquire(step + work)  # there by now, and nothing waits for it yet
         rings.mma_s.of(t).wait(step)
         tmem.after_taking_over()
         tmem.load_row(base, column, low, thread)
@@ -579,7 +580,6 @@ class FwdSm100(Forward):
         if const_expr(masked):
             softmax.hide(high, limit - half)
         largest = softmax.largest(high, largest)
-        rings.softmax_stats.of(t).acquire(step + work)
         self.tell(rings, smem, t, step + work, softmax.take_in(largest), thread)
         if const_expr(self.tiles.p_apart):
             rings.mma_o.of(t).wait(step - 1)  # the last P was read

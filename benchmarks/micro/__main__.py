@@ -15,6 +15,7 @@ from .card import Loaded, run, word
 COLUMNS = (64, 80, 96, 112, 128, 192, 256)  # of a product
 L2_BYTES = 16 << 20  # of a buffer that L2 holds in both its halves
 DRAM_BYTES = 4 << 30
+STORED_BYTES = 1 << 30
 LAUNCHES = 2000
 
 
@@ -127,6 +128,37 @@ def straights() -> list[dict[str, Any]]:
     return rows
 
 
+def branches() -> list[dict[str, Any]]:
+    """Clocks that a branch takes besides the instructions between two."""
+    rows, loops = [], 8
+    for kind in kernels.BRANCH:
+        for apart in (4, 16, 48):
+            (found,) = run(kernels.branches(kind, apart, loops=loops))
+            each = _span(found) / (kernels.BRANCHES * loops)
+            rows.append({"branch": kind, "apart": apart, "clocks": each - apart})
+    return rows
+
+
+def tests() -> dict[str, float]:
+    """Clocks of a test, with its branch, of an mbarrier's phase that is over."""
+    (found,) = run(kernels.tests())
+    return {"mbarrier": _span(found) / kernels.TESTS}
+
+
+def stores(sms: int) -> list[dict[str, Any]]:
+    """Clocks until stores to global memory are issued, and until shared memory is read after."""
+    rows = []
+    data = torch.zeros(STORED_BYTES, dtype=torch.uint8, device="cuda")
+    for ctas in (1, sms // 2, sms):
+        for groups in (1, 2):
+            for count in (1, 2, 4, 8, 16):
+                found = run(kernels.stores(count, groups), ctas, data)
+                issued, read = (sum(one[i] - one[0] for one in found) / ctas for i in (1, 2))
+                each = {"ctas": ctas, "warpgroups": groups, "stores": count}
+                rows.append({**each, "issued": issued, "read": read})
+    return rows
+
+
 def peer_stores(sms: int) -> list[dict[str, Any]]:
     """Bytes a clock that a CTA stores into its pair's other one, while all do or one pair does."""
     rows, loops = [], 16
@@ -194,6 +226,9 @@ def main(out: Path | None, only: str) -> None:
         "rates": rates,
         "latencies": latencies,
         "straights": straights,
+        "branches": branches,
+        "tests": tests,
+        "stores": lambda: stores(sms),
         "peer_stores": lambda: peer_stores(sms),
         "bulk_adds": lambda: bulk_adds(sms),
     }

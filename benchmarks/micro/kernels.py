@@ -413,6 +413,115 @@ setp.eq.u32 lead, tid, 0;
     return _kernel(body, WARPGROUP * groups, 4)
 
 
+BRANCHES = 32
+BRANCH = {
+    # Not taken; over some instructions, by all; around what one lane does.
+    "passed": "@never bra AWAY{i};",
+    "taken": "@go bra OVER{i};\n{fmas}\nOVER{i}:",
+    "one lane": "@!lead bra OVER{i};\nst.volatile.shared.b32 [own], x0;\nOVER{i}:",
+}
+
+
+def branches(kind: str, apart: int, skipped: int = 24, loops: int = 8) -> Kernel:
+    """A branch of BRANCH behind every `apart` FMAs, BRANCHES of them, `loops` times; a branch that
+    is taken is over `skipped` more.
+
+    Results: begin, end.
+    """
+
+    def fmas(number: int) -> str:
+        one = "fma.rn.f32 f{i}, f{i}, one, tiny;"
+        return "\n".join(one.format(i=k % CHAINS) for k in range(number))
+
+    text = "\n".join(
+        f"{fmas(apart)}\n{BRANCH[kind].format(i=i, fmas=fmas(skipped))}" for i in range(BRANCHES)
+    )
+    away = "\n".join(f"AWAY{i}:\nst.global.u32 [out+{4 * i}], x0;" for i in range(BRANCHES))
+    body = f"""
+and.b32 at, tid, 31;
+setp.eq.u32 lead, at, 0;
+setp.eq.u64 never, limit, 1;
+bar.sync 0;
+mov.u32 i, 0;
+mov.u64 t0, %clock64;
+LOOP:
+.pragma "nounroll";
+setp.ne.u64 go, limit, 1;
+{text}
+add.s32 i, i, 1;
+setp.lt.u32 done, i, {loops};
+@done bra LOOP;
+mov.u64 t1, %clock64;
+bra WRITE;
+{away}
+WRITE:
+{_keep()}
+setp.eq.u32 lead, tid, 0;
+@lead st.global.u64 [out], t0;
+@lead st.global.u64 [out+8], t1;
+"""
+    return _kernel(body, WARPGROUP, 2)
+
+
+TESTS = 32
+
+
+def tests() -> Kernel:
+    """Tests of an mbarrier whose phase is over, one behind the other. Results: begin, end."""
+    waits = "\n".join(_wait(f"WAIT{i}", "base", "phase") for i in range(TESTS))
+    body = f"""
+{_begin_barriers(1, 1)}
+mov.u32 phase, 1;
+mov.u64 t0, %clock64;
+{waits}
+mov.u64 t1, %clock64;
+setp.eq.u32 lead, tid, 0;
+@lead st.global.u64 [out], t0;
+@lead st.global.u64 [out+8], t1;
+"""
+    return _kernel(body, WARPGROUP, 2)
+
+
+def stores(count: int, groups: int, row: int = 4096) -> Kernel:
+    """`count` stores of 16 bytes a lane, 64 a quad, to rows of `data`; a read of shared memory.
+
+    Results: clocks at the begin, with all stores issued, with the word read.
+    """
+    text = "\n".join(
+        f"st.global.v4.b32 [place+{64 * k}], {{x{k}, x{k}, x{k}, x{k}}};" for k in range(count)
+    )
+    body = f"""
+shr.u32 at, tid, 2;
+mad.lo.u32 at, cta, {WARPGROUP * groups // 4}, at;
+mul.wide.u32 span, at, {row};
+and.b32 at, tid, 3;
+mul.wide.u32 d0, at, 16;
+add.s64 place, from, span;
+add.s64 place, place, d0;
+mov.u32 i, 0;
+bar.sync 0;
+ROUND:
+.pragma "nounroll";
+bar.sync 0;
+mov.u64 t0, %clock64;
+{text}
+mov.u64 t1, %clock64;
+ld.volatile.shared.b32 at, [own];
+setp.eq.u32 never, at, -559038737;
+@never bra ROUND;
+mov.u64 t2, %clock64;
+add.s32 i, i, 1;
+setp.lt.u32 go, i, 4;
+@go bra ROUND;
+{_keep()}
+setp.eq.u32 lead, tid, 0;
+@lead st.global.u64 [out], t0;
+@lead st.global.u64 [out+8], t1;
+@lead st.global.u64 [out+16], t2;
+"""
+    return _kernel(body, WARPGROUP * groups, 3)
+
+
 PEER_STORES = 16  # of a thread, before it waits for them
 
 

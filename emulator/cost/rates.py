@@ -38,6 +38,7 @@ class Gpu:
     mufu_lanes: Known
     exchange_lanes: Known  # shuffles, and accesses to shared memory
     shared_bytes: Known  # of shared memory, also for operands of the tensor cores
+    store_bytes: Known  # stored to global memory by warps, in pieces of 64 bytes
     tensor: Known  # share of the peak rate, which `wgmma_clocks` and `Plan.clocks` count in
     # Share of its rate that each unit keeps while the tensor cores run.
     beside_issue: Known
@@ -57,9 +58,11 @@ class Gpu:
     alu_latency: Known
     mufu_latency: Known
     exchange_latency: Known
-    branch_latency: Known
+    branch_latency: Known  # from its predicate to what is behind it
+    jump_latency: Known  # of a branch that is taken
     global_latency: Known  # a load or an atomic of a lane
-    mbarrier_latency: Known  # from the last arrival until a waiting warp goes on
+    mbarrier_latency: Known  # from the last arrival until a waiting warp's test succeeds
+    test_latency: Known  # of such a test
     barrier_latency: Known  # the same of bar.sync
     tma_latency: Known  # from the copy's issue until its bytes are counted
     tma_issue: Known  # between two boxes
@@ -73,7 +76,6 @@ class Gpu:
     peer_bytes: Known  # stored into the shared memory of another CTA of the cluster
     peer_latency: Known  # of such a store
     unseen: Known  # all clocks times this: what the model does not see
-    tile_extra: Known  # clocks of each tile, likewise
     l2_add_queue: Known  # bytes on their way, beyond which who adds has to wait
 
     def mhz(self, tensor: float) -> float:
@@ -86,8 +88,8 @@ _H200 = Gpu(
     name="H200",
     sms=132,
     clock_mhz=Known(1980, "nvidia-smi, highest SM clock"),
-    busy_mhz=Known(736, "fitted: docs/cost.md"),
-    busy_free=Known(0.189, "fitted: docs/cost.md"),
+    busy_mhz=Known(749, "fitted: docs/cost.md"),
+    busy_free=Known(0.192, "fitted: docs/cost.md"),
     issue=Known(1, "NVIDIA, Hopper architecture whitepaper"),
     fma_lanes=Known(128, _NVIDIA),
     packed_fma_lanes=Known(128, "no packed FMA on sm_90"),
@@ -96,6 +98,7 @@ _H200 = Gpu(
     mufu_lanes=Known(16, _NVIDIA),
     exchange_lanes=Known(32, _NVIDIA),
     shared_bytes=Known(128, "NVIDIA, Hopper tuning guide"),
+    store_bytes=Known(22, "micro: when all SMs store; 31 one alone, or half of them"),
     tensor=Known(1, "NVIDIA, Hopper architecture whitepaper: 4096 FLOP of 16-bit types"),
     beside_issue=Known(0.76, "micro: as beside_fma, which nothing but issue limits alone"),
     beside_fma=Known(0.76, "micro: two warps beside products of 128 columns, 1.52 clocks of 1.15"),
@@ -114,8 +117,10 @@ _H200 = Gpu(
     mufu_latency=Known(17, "micro"),
     exchange_latency=Known(24, "micro"),
     branch_latency=Known(10, "assumed: about two ALU latencies"),
+    jump_latency=Known(26, "micro: in a loop of 20 KiB; 94 in one of 36"),
     global_latency=Known(344, "micro: an atomic; a load 263"),
-    mbarrier_latency=Known(30, "micro: 52 with the instructions of both sides"),
+    mbarrier_latency=Known(10, "micro: 52 with the instructions of both sides and the test"),
+    test_latency=Known(37, "micro: 42 of a test and its branch, of a phase that is over"),
     barrier_latency=Known(20, "micro: 24 with the instructions of both sides"),
     tma_latency=Known(375, "micro: 849 of 16 KiB, all SMs at once, less their transfer"),
     tma_issue=Known(4, "assumed: never binds"),
@@ -128,8 +133,7 @@ _H200 = Gpu(
     l2_add_bytes=Known(11.4, "benchmarks/NOTES.md: 1,500 bytes a clock of the whole L2"),
     peer_bytes=Known(22.2, "micro: 32 KiB more take 1,478 clocks, 33 pairs at once; 21 one pair"),
     peer_latency=Known(332, "micro: what the first 32 KiB and their fence take besides"),
-    unseen=Known(1.07, "fitted: docs/cost.md"),
-    tile_extra=Known(2750, "fitted: docs/cost.md"),
+    unseen=Known(1.067, "fitted: docs/cost.md"),
     l2_add_queue=Known(16384, "fitted: docs/cost.md"),
 )
 _H100 = replace(
@@ -145,7 +149,6 @@ _B200 = replace(
     busy_mhz=Known(0, "assumed: no limit of power"),
     busy_free=Known(0, "assumed: no limit of power"),
     unseen=Known(1, "nothing to fit to"),
-    tile_extra=Known(0, "nothing to fit to"),
     packed_fma_lanes=Known(128, "SASS: ptxas leaves two clocks between two packed FMAs"),
     tensor=Known(1, "NVIDIA: 2.25 PFLOP/s dense, 8192 FLOP of 16-bit types"),
     beside_issue=Known(1, "assumed: products touch no registers"),

@@ -13,7 +13,7 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..recording import (
@@ -385,17 +385,14 @@ class _Sim:
 
     def _life(self, warp: _Warp) -> Generator[Callable[[Callable[[], None]], None], None, None]:
         yield lambda then: self.at(self.gpu.start, then)
-        shares = self._shares(warp)
+        works = self._together(warp)
         for at, step in enumerate(warp.steps):
             start = self.now
             if isinstance(step, Stretch):
-                work = self._work(warp.recording, step.parts)
-                if at in shares:
-                    work = replace(
-                        work, alone=work.alone * shares[at], beside=work.beside * shares[at]
-                    )
+                work = works[at] if at in works else self._work(warp.recording, step.parts)
                 if work.alone:
-                    yield lambda then, w=work: self._scheduler(warp).add(w, then)
+                    for part in work.parts():
+                        yield lambda then, w=part: self._scheduler(warp).add(w, then)
                     if work.added:
                         yield lambda then, w=work: self.at(self._add(warp.cta, w.added), then)
                     if work.peer:
@@ -432,10 +429,10 @@ class _Sim:
             self.works[parts] = measure(recording.instructions(Stretch(parts)), self.gpu)
         return self.works[parts]
 
-    def _shares(self, warp: _Warp) -> dict[int, float]:
-        """Of stretches with nothing that waits between them, by index: what each takes of its time
-        alone, as the next one's instructions are issued before the last one's results are there."""
-        shares: dict[int, float] = {}
+    def _together(self, warp: _Warp) -> dict[int, Work]:
+        """Stretches with nothing that waits between them, by index: each a part of the schedule of
+        all, as the next one's instructions are issued before the last one's results are there."""
+        works: dict[int, Work] = {}
         together: list[int] = []
         for at, step in enumerate([*warp.steps, Drain(-1, "bulk", 0)]):
             if isinstance(step, Stretch):
@@ -443,11 +440,15 @@ class _Sim:
             elif not isinstance(step, _FLOWING):
                 if len(together) > 1:
                     parts = [warp.steps[i].parts for i in together]  # pyright: ignore
-                    each = sum(self._work(warp.recording, one).alone for one in parts)
-                    whole = self._work(warp.recording, tuple(itertools.chain(*parts))).alone
-                    shares.update(dict.fromkeys(together, whole / each))
+                    each = [self._work(warp.recording, one) for one in parts]
+                    whole = self._work(warp.recording, tuple(itertools.chain(*parts)))
+                    clocks, begin = sum(one.alone for one in each), 0.0
+                    for i, one in zip(together, each, strict=True):
+                        end = begin + one.alone / clocks if clocks else 1.0
+                        works[i] = whole.during(begin, end, one) if end > begin else one
+                        begin = end
                 together = []
-        return shares
+        return works
 
     def _before(self, warp: _Warp, effect: Effect) -> list[Signal]:
         """What has to have happened for a warp to go on."""

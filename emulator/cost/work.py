@@ -6,24 +6,37 @@ them; all else counts as one instruction of the unit that executes it.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from ..ptx import Address, Instruction, Operand, Pair
 from .rates import Gpu
 
 WARP = 32
+Units = tuple[float, ...]  # clocks of each of `UNITS`
 # The last are the register file's: they bind beside the tensor cores alone.
-UNITS: tuple[str, ...] = ("issue", "fma", "alu", "mufu", "exchange", "ports")
+UNITS: tuple[str, ...] = ("issue", "fma", "alu", "mufu", "exchange", "stores", "ports")
 EXCHANGE = UNITS.index("exchange")
+PHASE = 25.0  # clocks, about, of a phase; twice as fine moves a tile of forward by less than 1 %
 _MUFU = {"ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh"}
 _FMA = {"add", "sub", "mul", "fma", "mad"}
 _FREE = {"mov", "cvta", "prefetch", "pragma", "griddepcontrol"}
 _EXCHANGE = {"shfl", "stmatrix", "ldmatrix", "movmatrix"}
 _DIVISION = 20  # instructions that ptxas makes of one of integers, about
+_LONG_PRODUCT = 4  # and of a product of 64-bit integers
+LOOKAHEAD = 64  # instructions, of which the next is chosen: ptxas has not registers for more
+_SKIPPED = 8  # instructions that ptxas predicates, rather than jump over them
 _SYNC = {"bar", "barrier", "fence", "membar", "wgmma", "setmaxnreg", "cp", "tcgen05", "nanosleep"}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a stretch, in which it asks for its units evenly."""
+
+    share: float  # of the stretch's time
+    units: Units
 
 
 @dataclass(frozen=True)
@@ -32,9 +45,32 @@ class Work:
 
     alone: float  # clocks, with nothing else on its scheduler
     beside: float  # the same while the tensor cores run
-    units: tuple[float, ...]  # clocks of the scheduler's part of each of `UNITS`
+    units: Units  # of the scheduler's part
+    phases: tuple[Phase, ...] = ()  # the same, by time
     added: float = 0.0  # bytes, to global memory
     peer: float = 0.0  # bytes, into the shared memory of another CTA
+
+    def parts(self) -> list[Work]:
+        """The phases, each by itself."""
+        alike = [Phase(1.0, self.units)]
+        return [
+            Work(self.alone * phase.share, self.beside * phase.share, phase.units)
+            for phase in self.phases or alike
+        ]
+
+    def during(self, begin: float, end: float, of: Work) -> Work:
+        """`of`, as the part from `begin` to `end` of this one, which it is scheduled in: both as
+        shares of its time."""
+        found: list[Phase] = []
+        at = 0.0
+        for phase in self.phases:
+            inside = min(at + phase.share, end) - max(at, begin)
+            if inside > 0:
+                units = tuple(unit * inside / phase.share for unit in phase.units)
+                found.append(Phase(inside / (end - begin), units))
+            at += phase.share
+        times = self.alone * (end - begin), self.beside * (end - begin)
+        return replace(of, alone=times[0], beside=times[1], phases=tuple(found))
 
 
 @dataclass(slots=True)
@@ -88,10 +124,42 @@ def measure(instructions: Iterable[Instruction], gpu: Gpu) -> Work:
             runs.append(nodes)
             nodes, writer = [], {}
     runs.append(nodes)
-    alone = sum(_schedule(nodes, alone_shares()) for nodes in runs)
-    beside = sum(_schedule(nodes, beside_tensor(gpu), gpu.beside_latency) for nodes in runs)
+    jumps = gpu.jump_latency * sum(
+        not 0 < after.index - before.index <= _SKIPPED + 1
+        for before, after in pairwise(instructions)
+    )
+    beside = sum(_schedule(nodes, beside_tensor(gpu), gpu.beside_latency)[0] for nodes in runs)
+    alone, placed = 0.0, list[tuple[float, _Node]]()
+    for nodes in runs:
+        clocks, times = _schedule(nodes, alone_shares())
+        placed += [(alone + at, node) for at, node in zip(times, nodes, strict=True)]
+        alone += clocks
     units = tuple(totals[name] for name in UNITS)
-    return Work(alone, max(alone, beside), units, added, peer)
+    phases = _phases(placed, alone, 1 / gpu.issue)
+    alone += jumps
+    return Work(alone, max(alone, beside + jumps), units, phases, added, peer)
+
+
+def _phases(placed: list[tuple[float, _Node]], clocks: float, issue: float) -> tuple[Phase, ...]:
+    """Equal parts of a schedule; placed: (time of issue, instruction)."""
+    count = max(1, round(clocks / PHASE))
+    length = clocks / count
+    found = [dict.fromkeys(UNITS, 0.0) for _ in range(count)]
+
+    def spread(name: str, begin: float, used: float) -> None:
+        """Over the parts that they fall into; what lasts beyond the end belongs to the last."""
+        while used > 0:
+            part = min(count - 1, int(begin / length))
+            here = used if part == count - 1 else min(used, (part + 1) * length - begin)
+            found[part][name] += here
+            begin, used = begin + max(here, 1e-9), used - here
+
+    for at, node in placed:
+        spread("issue", at, issue)
+        if node.unit:
+            spread(node.unit, at, node.clocks)
+        spread("ports", at, node.ports)
+    return tuple(Phase(1 / count, tuple(part[name] for name in UNITS)) for part in found)
 
 
 def alone_shares() -> dict[str, float]:
@@ -101,7 +169,7 @@ def alone_shares() -> dict[str, float]:
 
 def beside_tensor(gpu: Gpu) -> dict[str, float]:
     """Share of its rate that each unit keeps while the tensor cores run."""
-    kept = {unit: float(getattr(gpu, f"beside_{unit}")) for unit in UNITS if unit != "ports"}
+    kept = {unit: float(getattr(gpu, f"beside_{unit}", 1.0)) for unit in UNITS}
     return kept | {"ports": 1.0}
 
 
@@ -121,8 +189,10 @@ def _joined(instructions: list[Instruction]) -> set[int]:
     return joined
 
 
-def _schedule(run: list[_Node], shares: dict[str, float], later: float = 0.0) -> float:
-    """Clocks until the last is issued and what it takes of its unit is over.
+def _schedule(
+    run: list[_Node], shares: dict[str, float], later: float = 0.0
+) -> tuple[float, list[float]]:
+    """Clocks until the last is issued and what it takes of its unit is over; when each is issued.
 
     shares: of its rate that each unit has; later: clocks that a unit's result comes later.
     """
@@ -140,45 +210,40 @@ def _schedule(run: list[_Node], shares: dict[str, float], later: float = 0.0) ->
     for node in reversed(nodes):
         node.height = node.latency + max((nodes[i].height for i in node.after), default=0.0)
     free = dict.fromkeys(UNITS, 0.0)
-    waiting = [(node.ready, i) for i, node in enumerate(nodes) if not node.missing]
-    heapq.heapify(waiting)
-    able: list[tuple[float, int]] = []
+    issued = [0.0] * len(nodes)
+    left = list(range(len(nodes)))
     now = end = 0.0
-    while waiting or able:
-        while waiting and waiting[0][0] <= now:
-            _, i = heapq.heappop(waiting)
-            heapq.heappush(able, (-nodes[i].height, i))
-        held: list[tuple[float, int]] = []
-        chosen = -1
-        while able and chosen < 0:
-            entry = heapq.heappop(able)
-            unit, ports = nodes[entry[1]].unit, nodes[entry[1]].ports
-            if unit and max(free[unit], free["ports"] if ports else 0.0) > now:
-                held.append(entry)
-            else:
-                chosen = entry[1]
-        for entry in held:
-            heapq.heappush(able, entry)
-        if chosen < 0:
-            times = [
-                max(free[nodes[i].unit], free["ports"] if nodes[i].ports else 0.0) for _, i in able
-            ]
-            now = max(now, min(times + [t for t, _ in waiting[:1]]))
+    while left:
+        near = [i for i in left[:LOOKAHEAD] if not nodes[i].missing]
+        begins = [_begin(nodes[i], free) for i in near]
+        able = [i for i, begin in zip(near, begins, strict=True) if begin <= now]
+        if not able:
+            now = min(begins)
             continue
-        node = nodes[chosen]
+        _, first = max((nodes[i].height, -i) for i in able)
+        chosen = -first
+        left.remove(chosen)
+        node, issued[chosen] = nodes[chosen], now
         if node.unit:
             free[node.unit] = now + node.clocks
             free["ports"] = max(free["ports"], now + node.ports)
+            if node.unit == "stores":  # one queue: what asks for shared memory behind it waits
+                free["exchange"] = max(free["exchange"], free["stores"])
         end = max(
             end, now + max(step, node.clocks), now + (0.0 if node.after else node.latency / 2)
         )
         for i in node.after:
             nodes[i].ready = max(nodes[i].ready, now + node.latency)
             nodes[i].missing -= 1
-            if not nodes[i].missing:
-                heapq.heappush(waiting, (nodes[i].ready, i))
         now += step
-    return end
+    return end, issued
+
+
+def _begin(node: _Node, free: dict[str, float]) -> float:
+    """When an instruction may be issued, whose sources are known."""
+    if not node.unit:
+        return node.ready
+    return max(node.ready, free[node.unit], free["ports"] if node.ports else 0.0)
 
 
 def _cost(ins: Instruction, gpu: Gpu) -> tuple[str, float, float]:
@@ -202,10 +267,14 @@ def _cost(ins: Instruction, gpu: Gpu) -> tuple[str, float, float]:
         return "", 0.0, 0.0  # a descriptor's constant half
     if head in ("div", "rem"):
         return "alu", _DIVISION * of(gpu.alu_lanes), _DIVISION * gpu.alu_latency
+    if head in ("mul", "mad") and ins.parts[-1] in ("s64", "u64"):
+        return "alu", _LONG_PRODUCT * of(gpu.alu_lanes), _LONG_PRODUCT * gpu.alu_latency
     if head == "cvt":
         return "alu", of(gpu.convert_lanes), gpu.alu_latency
     if head in _EXCHANGE:
         return "exchange", of(gpu.exchange_lanes), gpu.exchange_latency
+    if head == "st" and "global" in ins:
+        return "stores", WARP * _access_bytes(ins) * gpu.schedulers / gpu.store_bytes, 1.0
     if head in ("ld", "st", "atom", "red"):
         wide = max(1.0, _access_bytes(ins) / 4)
         clocks = wide * WARP * 4 * gpu.schedulers / gpu.shared_bytes
@@ -214,6 +283,8 @@ def _cost(ins: Instruction, gpu: Gpu) -> tuple[str, float, float]:
         return "exchange", clocks, latency if head in ("ld", "atom") else 1.0
     if head == "bra":
         return "", 0.0, gpu.branch_latency if ins.predicate else 1.0
+    if head == "mbarrier" and ins.parts[1] == "try_wait":
+        return "alu", of(gpu.alu_lanes), gpu.test_latency
     if head == "mbarrier" or head in ("elect", "vote", "redux", "match", "activemask"):
         return "alu", of(gpu.alu_lanes), 2 * gpu.alu_latency
     if head in _SYNC:

@@ -18,7 +18,7 @@ from hopwell.emulator.cost import GPUS, Gpu, replay
 from hopwell.emulator.cost.rates import Known
 from hopwell.emulator.cost.replay import _level
 from hopwell.emulator.cost.timeline import chrome, marks, page
-from hopwell.emulator.cost.work import UNITS, Work, measure
+from hopwell.emulator.cost.work import LOOKAHEAD, UNITS, Work, measure
 from hopwell.emulator.machine import Machine
 from hopwell.emulator.memory import Extent, GlobalMemory
 from hopwell.emulator.ptx import parse
@@ -73,12 +73,12 @@ def test_narrow_products_wait_for_shared_memory() -> None:
 
 @pytest.mark.parametrize("lanes", [16, 32])
 def test_exponentials_bind(lanes: int) -> None:
-    """64 of them, twice, by a warp of each scheduler: 128 times 32 lanes of a quarter's."""
-    recording, counters = run(kernels.rate([kernels.OPS["ex2"]], 1, 0, loops=2))
-    found = replay([recording], with_rates(mufu_lanes=lanes))
+    """64 of them, eight times, by a warp of each scheduler: 512 times 32 lanes of a quarter's."""
+    recording, counters = run(kernels.rate([kernels.OPS["ex2"]], 1, 0, loops=8))
+    found = replay([recording], with_rates(mufu_lanes=lanes, jump_latency=0))
     longest = max(s.end - s.start for s in found.spans if s.lane == "warp 0")
-    assert counters.total("mufu") == 4 * 128
-    assert longest == pytest.approx(128 * 32 * 4 / lanes, rel=0.25)
+    assert counters.total("mufu") == 4 * 512
+    assert longest == pytest.approx(512 * 32 * 4 / lanes, rel=0.1)
 
 
 def test_of_two_maxima_that_follow_each_other_ptxas_makes_one() -> None:
@@ -160,14 +160,63 @@ def test_a_mix_beside_products_is_slower_than_its_slowest_unit(
     assert mufu < 4 * longest / (kernels.UNROLL * loops) == pytest.approx(measured, rel=0.15)
 
 
+def longest(kernel: kernels.Kernel) -> float:
+    """Clocks of the longest stretch of warp 0, on an H200."""
+    found = replay([run(kernel)[0]], H200)
+    return max(s.end - s.start for s in found.spans if s.lane == "warp 0" and s.kind == "work")
+
+
+def test_what_follows_stores_waits_until_they_left() -> None:
+    """Behind 16 stores the H200 reads shared memory after 1,507 clocks, behind 4 after 209, all SMs
+    at once (`micro`)."""
+    more, few = (longest(kernels.stores(count, 1)) for count in (16, 4))
+    assert more - few == pytest.approx(1507 - 209, rel=0.15)
+
+
+def test_a_jump_and_a_test_take_what_was_measured() -> None:
+    """`micro`, on an H200: 26 clocks of a branch that is taken, 0.5 of one that is not, 42 of a
+    test of an mbarrier."""
+    count = kernels.BRANCHES * 8
+    taken, passed = (longest(kernels.branches(kind, 16)) for kind in ("taken", "passed"))
+    assert taken - passed == pytest.approx(26 * count, rel=0.1)
+    recording, _ = run(kernels.tests())
+    assert replay([recording], H200).clocks - H200.start > 42 * 0.9 * kernels.TESTS
+
+
+def test_phases_are_the_stretch() -> None:
+    lines = [kernels.OPS[name].format(i=i % 8, j=1) for i in range(200) for name in ("ex2", "max")]
+    text = ".version 9.0 .target sm_90a .visible .entry k() { .reg .f32 f<16>; "
+    work = measure(parse(f"{text} {' '.join(lines)} ret; }}", "k").instructions[:-1], H200)
+    parts = work.parts()
+    assert len(parts) > 10
+    slices = [work.during(a / 3, (a + 1) / 3, work) for a in range(3)]
+    for some in (parts, [part for one in slices for part in one.parts()]):
+        assert sum(part.alone for part in some) == pytest.approx(work.alone)
+        for unit, whole in enumerate(work.units):
+            assert sum(part.units[unit] for part in some) == pytest.approx(whole)
+
+
+def test_instructions_far_behind_are_not_issued_early() -> None:
+    """A chain behind so many others: it begins when it comes within sight."""
+    count = 2 * LOOKAHEAD
+    others = [f"add.f32 a{i}, b, b;" for i in range(count)]
+    chain = ["add.f32 c, c, b;" for _ in range(count)]
+    registers = f".reg .f32 a<{count}>, b, c;"
+    text = f".version 9.0 .target sm_90a .visible .entry k() {{ {registers} "
+    lines = " ".join(others + chain)
+    work = measure(parse(f"{text} {lines} ret; }}", "k").instructions[:-1], H200)
+    assert work.alone == pytest.approx(LOOKAHEAD + count * H200.alu_latency, rel=0.02)
+
+
 def test_results_come_later_beside_products() -> None:
     recording, _ = run(kernels.rate((kernels.OPS["ex2"],), 1, 128, 8, chains=1))
-    at_once, later = (replay([recording], with_rates(beside_latency=n)).spans for n in (0.0, 3.0))
-    spans = [
-        max(s.end - s.start for s in one if s.lane == "warp 0" and s.kind == "work")
-        for one in (at_once, later)
-    ]
-    assert spans[1] - spans[0] == pytest.approx(3 * kernels.UNROLL * 8, rel=0.15)
+    found = [replay([recording], with_rates(beside_latency=n)) for n in (0.0, 3.0)]
+    at_once, later = (
+        max(s.end - s.start for s in one.spans if s.lane == "warp 0" and s.kind == "work")
+        for one in found
+    )
+    beside = found[1].busy("tensor") / (found[1].clocks - H200.start)
+    assert later - at_once == pytest.approx(3 * kernels.UNROLL * 8 * beside, rel=0.1)
 
 
 def test_a_level_shares_a_limit() -> None:
