@@ -24,7 +24,7 @@ demo bench: $(installed)
 	$(bin)/python -m hopwell $@
 
 test: $(installed)
-	$(bin)/python -m pytest -n $(JOBS) --dist loadfile
+	$(bin)/python -m pytest -n $(JOBS) --dist worksteal
 
 mutation: $(installed)
 	$(bin)/python -m tests.emulator.mutation forward-64 forward-128 backward-64 fa4-forward fa4-backward \

@@ -5,8 +5,7 @@ Data:    Q, K, V --TMA--> swizzled smem --tcgen05.mma--> S in TMEM --softmax, a 
 Warps:   a warpgroup of softmax for each of the tiles of 128 rows, one that corrects O, and of the
          last a warp each that issues products, loads and stores.
 Memory:  K and V share one ring. In TMEM S and O have columns for each tile; P takes the first half
-         of its S (`borrow_s_as_p`), or columns of its own where some are left. O leaves through
-         smem of its own, or through Q's.
+         of its S (`borrow_s_as_p`). O leaves through smem of its own, or through Q's.
 Overlap: while the tensor cores do one tile's products, the other's softmax runs (FlashAttention-4,
          section 3.1). A share of the exponentials is computed on the FMA units (section 3.2). O is
          multiplied in TMEM only where a maximum may not lag behind (`RowSoftmax`), by a warpgroup
@@ -129,7 +128,6 @@ class FwdSm100(Forward):
             registers_softmax=tiles.registers_softmax,
             registers_correction=tiles.registers_correction,
             registers_other=tiles.registers_other,
-            p_apart=tiles.p_apart,
         )
 
     def smem_layouts(self) -> SimpleNamespace:
@@ -450,11 +448,8 @@ class FwdSm100(Forward):
 
     def products(self) -> list[tuple[str, int]]:
         """O of a K/V tile and the next S, each of a tile of Q, as they are issued: S behind the O
-        that reads P in its place, or before all O where P has columns of its own."""
-        tiles = range(self.tiles.q_tiles)
-        if self.tiles.p_apart:
-            return [(product, t) for product in "so" for t in tiles]
-        return [(product, t) for t in tiles for product in "os"]
+        that reads P in its place."""
+        return [(product, t) for t in range(self.tiles.q_tiles) for product in "os"]
 
     def score_column(self, t: Int32 | int, step: Int32) -> Int32 | int:
         """The first column of S of tile t of Q and K/V tile `step`, counted over all works."""
@@ -464,10 +459,8 @@ class FwdSm100(Forward):
         return first + step % SCORE_BUFFERS * self.tiles.tile_kv
 
     def borrow_s_as_p(self, t: Int32 | int, step: Int32) -> Int32 | int:
-        """The first column of P: of its own, or the first half of S's, in whose second some scores
-        are read anew."""
-        if self.tiles.p_apart:
-            return self.tiles.tmem.first("p") + t * self.tiles.p_columns
+        """The first column of P: in the first half of S, in whose second some scores are read
+        anew."""
         return self.score_column(t, step)
 
     def out_column(self, t: int) -> int:
@@ -481,9 +474,6 @@ class FwdSm100(Forward):
         product = Product(self.dtype, (rows, self.tiles.tile_kv), self.tiles.pair)
         d = operands.base + self.score_column(t, step)
         q, k = operands.tSrQ.stage(t), operands.tSrK.stage(rings.load_kv.stage(kv))
-        if const_expr(self.tiles.p_apart):
-            rings.mma_s.of(t).acquire(step)
-            tmem.after_taking_over()
         product.issue(operands.leader, d, q, k, Boolean(False), 0, self.shape_q[1] // UMMA_DEPTH)
         rings.mma_s.of(t).commit(step, operands.leader)
 
@@ -564,7 +554,8 @@ class FwdSm100(Forward):
         scores = cute.make_rmem_tensor(tile_kv, Float32)
         low, high, last = some(scores, 0, half), some(scores, half), some(scores, early)
         column = self.score_column(t, step)
-        rings.softmax_stats.of(t).acquire(step + work)  # there by now, and nothing waits for it yet
+        # Room for alpha, free by now: its test is not between the maximum and the first power.
+        rings.softmax_stats.of(t).acquire(step + work)
         rings.mma_s.of(t).wait(step)
         tmem.after_taking_over()
         tmem.load_row(base, column, low, thread)
@@ -574,16 +565,10 @@ class FwdSm100(Forward):
             softmax.hide(low, limit)
         largest = softmax.largest(low, softmax.row_max[0])
         tmem.await_loads()
-        if const_expr(self.tiles.p_apart):
-            tmem.before_handing_over()
-            rings.mma_s.of(t).release(step)
         if const_expr(masked):
             softmax.hide(high, limit - half)
         largest = softmax.largest(high, largest)
         self.tell(rings, smem, t, step + work, softmax.take_in(largest), thread)
-        if const_expr(self.tiles.p_apart):
-            rings.mma_o.of(t).wait(step - 1)  # the last P was read
-            tmem.after_taking_over()
         for first in cutlass.range_constexpr(0, tile_kv, P_COLUMNS):
             end = first + P_COLUMNS
             part = some(scores, first, end)
@@ -595,7 +580,7 @@ class FwdSm100(Forward):
             words = cute.recast_tensor(P, Float32)
             place = self.borrow_s_as_p(t, step) + first // WORD_ELEMENTS
             tmem.store_row(base, place, words, thread)
-            if const_expr(end == early and not self.tiles.p_apart):
+            if const_expr(end == early):
                 # Read anew, or ptxas would compute all of P before it hands over the first part.
                 tmem.load_row(base, column + early, last, thread)
             if const_expr(end in (early, tile_kv)):
@@ -603,7 +588,7 @@ class FwdSm100(Forward):
                 tmem.before_handing_over()
                 ring = rings.softmax_p if const_expr(end == early) else rings.softmax_rest
                 ring.of(t).commit(step)
-            if const_expr(end == early and not self.tiles.p_apart):
+            if const_expr(end == early):
                 tmem.await_loads()
                 if const_expr(masked):
                     softmax.hide(last, limit - early)

@@ -351,7 +351,6 @@ class BlackwellTiles:
     fma_pairs: int  # of 8 pairs of exponentials, on the FMA units
     reason: str
     pair: bool = False  # two CTAs, half of K and of V each, which the products of both read
-    p_apart: bool = False  # P has columns of its own: the next S need not wait until it was read
     launch_queue: bool = False  # tiles of Q come from cluster launch control, not from a counter
     tile_kv: int = field(default=128, init=False)
     early_keys: int = field(default=96, init=False)  # of P, before it is handed over
@@ -366,8 +365,6 @@ class BlackwellTiles:
             raise ValueError(f"stages_kv={self.stages_kv}: needs one of K and one of V")
         if self.pair and self.launch_queue:
             raise ValueError("launch_queue=True: pairs take their tiles in fixed turns")
-        if self.pair and self.p_apart:
-            raise ValueError("p_apart=True: of a pair no CTA is told that the other has read S")
         held = self.q_tiles * self.registers_softmax + self.registers_correction
         total = WARPGROUP_THREADS * (held + self.registers_other)
         if total > REGISTER_FILE:
@@ -385,15 +382,7 @@ class BlackwellTiles:
     def tmem(self) -> TmemMap:
         """Columns of tensor memory."""
         out = self.q_tiles * padded_head_dim(self.head_dim_v)
-        plan = {"s": (0, 2 * self.tile_kv), "o": (2 * self.tile_kv, out)}
-        if self.p_apart:
-            plan["p"] = (2 * self.tile_kv + out, self.q_tiles * self.p_columns)
-        return TmemMap(plan)
-
-    @property
-    def p_columns(self) -> int:
-        """Of tensor memory, two elements each, that P of a tile of Q takes."""
-        return self.tile_kv // 2
+        return TmemMap({"s": (0, 2 * self.tile_kv), "o": (2 * self.tile_kv, out)})
 
     @property
     def q_bytes(self) -> int:
@@ -441,11 +430,10 @@ FORWARD_BLACKWELL: tuple[BlackwellTiles, ...] = (
         q_tiles=2,
         stages_kv=10,
         borrow_q_as_o=False,
-        p_apart=True,
         registers_softmax=192,
         registers_correction=72,
         registers_other=56,
-        fma_pairs=2,
+        fma_pairs=3,
         reason="226 KiB",
     ),
     BlackwellTiles(
@@ -457,7 +445,7 @@ FORWARD_BLACKWELL: tuple[BlackwellTiles, ...] = (
         registers_softmax=192,
         registers_correction=72,
         registers_other=56,
-        fma_pairs=2,
+        fma_pairs=3,
         reason="218 KiB",
     ),
     BlackwellTiles(
@@ -469,7 +457,7 @@ FORWARD_BLACKWELL: tuple[BlackwellTiles, ...] = (
         registers_softmax=192,
         registers_correction=72,
         registers_other=56,
-        fma_pairs=2,
+        fma_pairs=3,
         reason="226 KiB",
     ),
     BlackwellTiles(

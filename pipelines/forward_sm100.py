@@ -17,9 +17,7 @@ Five handovers need no way back. S of the next K/V tile but one goes where this 
 issued behind the product that reads P, by the same thread: that product was allowed by softmax_p
 and softmax_rest, which say that S was read and P is written, and by correction_o, which says that
 alpha was read and O is as it should be. A role that waits for them has thereby waited for whoever
-read what it overwrites. Where P has columns of its own (`p_apart`), S of the next K/V tile is
-issued before the product that reads P: softmax hands S back once it is in registers, and waits for
-mma_o before it writes P again.
+read what it overwrites.
 """
 
 from ..layouts.hardware import WARP_THREADS, WARPGROUP_WARPS
@@ -40,12 +38,10 @@ def forward_graph(
     registers_softmax: int,
     registers_correction: int,
     registers_other: int,
-    p_apart: bool = False,
 ) -> Graph:
     """The graph for these sizes; bytes are those of one tile of Q, and of one of K and of V."""
     softmax = tuple(f"softmax{t}" for t in range(q_tiles))
     own = softmax[:1]  # of each tile
-    after_o = ("correction", *own) if p_apart else ("correction",)
     groups = [range(i, i + 1) for i in range(q_tiles + 2)]
 
     def warps(group: int) -> range:
@@ -86,12 +82,12 @@ def forward_graph(
             Handover("load_tile", "load", everyone, 1, "warps", "warps"),
             Handover("load_kv", "load", ("mma",), stages_kv, "tma", "mma", max(kv_bytes)),
             of_tiles("load_q", "load", (last_user,), 1, "tma", freed_by, q_bytes),
-            of_tiles("mma_s", "mma", own, buffers, "mma", "warps" if p_apart else None),
+            of_tiles("mma_s", "mma", own, buffers, "mma"),
             of_tiles("softmax_p", *own, ("mma",), buffers, "warps", in_tmem=True),
             of_tiles("softmax_rest", *own, ("mma",), buffers, "warps", in_tmem=True),
             of_tiles("softmax_stats", *own, ("correction",), 1, "warps", "warps"),
             of_tiles("correction_o", "correction", ("mma",), 1, "warps", in_tmem=True),
-            of_tiles("mma_o", "mma", after_o, 1, "mma"),
+            of_tiles("mma_o", "mma", ("correction",), 1, "mma"),
             of_tiles("store_o", "correction", ("epilogue",), 1, "warps", "warps"),
         ),
         pair=pair,

@@ -46,7 +46,6 @@ TILES = SmallTiles(
     reason="small",
 )
 ONE_TILE_OF_Q = replace(TILES, q_tiles=1)  # S is issued one K/V tile further ahead
-P_APART = replace(TILES, p_apart=True)
 LEN_Q, LEN_KV, SCALE = 300, 200, 2.0
 BOUND = 0.05  # of what is right: bf16's P and O
 
@@ -64,12 +63,6 @@ MMA, MMA_OF_ONE_TILE = r"the tcgen05\.mma of warp 12", r"the tcgen05\.mma of war
 COPIES = r"the copies on mbarrier at byte \d+"
 PRODUCT_S = "self.instruction(leader, d, a.step(k)"
 PRODUCT_O = "self.instruction(leader, d, a + k"
-AWAIT_S = "        tmem.await_loads()\n"
-HAND_BACK_S = (
-    "        if const_expr(self.tiles.p_apart):\n"
-    "            tmem.before_handing_over()\n"
-    "            rings.mma_s.of(t).release(step)\n"
-)
 STORE_OF_P = "            tmem.store_row(base, place, words, thread)\n"
 
 S_WRITTEN = Access("write", MMA, PRODUCT_S)
@@ -132,26 +125,6 @@ FAULTS = [
         "S is read before its product is done",
         {"        rings.mma_s.of(t).wait(step)\n": ""},
         races=(S_UNDER_WAY,),
-    ),
-    BlackwellFault(
-        "the next S is issued before this one was handed back",
-        {"            rings.mma_s.of(t).acquire(step)\n": ""},
-        races=(S_UNDER_WAY,),
-        tiles=P_APART,
-        order="deferred",
-    ),
-    BlackwellFault(
-        "S is handed back before it is in registers",
-        {f"{AWAIT_S}{HAND_BACK_S}": f"{HAND_BACK_S}{AWAIT_S}"},
-        races=(S_UNDER_WAY,),
-        tiles=P_APART,
-    ),
-    BlackwellFault(
-        "P is written while a product reads the last one",
-        {"            rings.mma_o.of(t).wait(step - 1)  # the last P was read\n": ""},
-        races=P_TOO_EARLY,
-        tiles=P_APART,
-        order="deferred",
     ),
     BlackwellFault(
         "S is used before it is in registers",
@@ -285,10 +258,7 @@ FAULTS = [
         other=PRODUCT_O,
     ),
 ]
-SOUND = tuple(
-    BlackwellFault(f"none, {name}", {}, kind="", message="", line="", tiles=tiles)
-    for name, tiles in (("P in S", TILES), ("P apart", P_APART))
-)
+SOUND = BlackwellFault("none", {}, kind="", message="", line="")
 
 
 def verdict(

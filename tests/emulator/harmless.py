@@ -53,15 +53,8 @@ _S_BEHIND_O = (
     "alpha of this K/V tile comes from an S that was issued behind the product awaited, and a "
     "commit is for all products before it (not so with one tile of Q: see faults_sm100)"
 )
-_S_READ = (
-    "the first S of a tile of Q: this thread has waited for the P before, and softmax wrote that "
-    "after it handed the S before back"
-)
 _BOTH_Q = (
     "both tiles of Q are free once the same products are over: the wait for the first is enough"
-)
-_USED_LATER = (
-    "the first half of the scores: where there is a mask, the compiler uses it behind the next wait"
 )
 _STAGES_LEFT = (
     "the wait for Q stands for all products of the last tile, and no tile here has more of K and V "
@@ -182,6 +175,10 @@ FORWARD_SM100 = {
     _ARRIVE + "`rings.correction_o.of(t).commit(done + step)`": (2, _WHOLE_WARP),
     _ARRIVE + "`load_tile.commit(number)`": (2, _SAME_LANE),
     _ARRIVE + "`rings.store_o.of(t).release(work)`": (2, _SAME_LANE),
+    _AFTER: (10, _NO_FENCE),
+    _BEFORE: (7, _NO_FENCE),
+    _WAIT + "`rings.softmax_stats.of(t).acquire(step + work)`": (1, _ALPHA_READ),
+    _WAIT + "`rings.mma_o.of(t).wait(done + step - 1)`": (2, _S_BEHIND_O),
     "dropped: cp.async.bulk.wait_group in `cute.arch.cp_async_bulk_wait_group(0)`": (1, _AT_EXIT),
     "one group more: cp.async.bulk.wait_group in `cute.arch.cp_async_bulk_wait_group(0)`": (
         1,
@@ -190,22 +187,10 @@ FORWARD_SM100 = {
 }
 _RELINQUISH = "dropped: tcgen05.relinquish_alloc_permit.{}.sync.aligned in "
 _RELINQUISH += "`cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.tiles.pair)`"
-P_IN_S = {
+FORWARD_SM100_64 = {
     **FORWARD_SM100,
-    _AFTER: (10, _NO_FENCE),
-    _BEFORE: (7, _NO_FENCE),
-    _WAIT + "`rings.softmax_stats.of(t).acquire(step + work)`": (1, _ALPHA_READ),
-    _WAIT + "`rings.mma_o.of(t).wait(done + step - 1)`": (2, _S_BEHIND_O),
-}
-FORWARD_SM100_64 = {  # P lies apart
-    **FORWARD_SM100,
-    _AFTER: (16, _NO_FENCE),
-    _BEFORE: (9, _NO_FENCE),
-    _ARRIVE + "`rings.mma_s.of(t).release(step)`": (2, _WHOLE_WARP),
-    _WAIT + "`rings.mma_s.of(t).acquire(step)`": (2, _S_READ),
     _RELINQUISH.format("cta_group::1"): (1, _ALONE),
     _WAIT + "`ring.acquire(work)`": (1, _BOTH_Q),
-    "dropped: tcgen05.wait::ld.sync.aligned in `tmem.await_loads()`": (1, _USED_LATER),
     _WAIT + "`ring.acquire(kv, self.tiles.v_bytes)`": (1, _STAGES_LEFT),
     _WAIT + "`ring.acquire(kv, self.tiles.k_bytes)`": (1, _STAGES_LEFT),
 }
@@ -294,7 +279,7 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
     "forward-sm100-64": FORWARD_SM100_64,
     "forward-sm100-queue": FORWARD_SM100_64,
     "forward-sm100-pair": {
-        **P_IN_S,
+        **FORWARD_SM100,
         _RELINQUISH.format("cta_group::2"): (1, _ALONE),
         _WAIT + "`rings.load_kv.drain(kv)`": (6, _LAST_COMMIT),
         _WAIT + "`rings.load_q.of(t).drain(work)`": (1, _LAST_COMMIT),
@@ -302,7 +287,7 @@ HARMLESS: dict[str, dict[str, tuple[int, str]]] = {
         "dropped: barrier.cluster.wait in `cute.arch.cluster_wait()`": (1, _DRAINED),
     },
     "forward-sm100-128": {
-        **P_IN_S,
+        **FORWARD_SM100,
         _RELINQUISH.format("cta_group::1"): (1, _ALONE),
         _WAIT + "`ring.acquire(work)`": (1, _BOTH_Q),
         _ARRIVE + "`load_tile.release(number)`": (2, _FIRST_TILE),

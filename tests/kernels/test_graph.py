@@ -124,9 +124,7 @@ def test_a_graph_that_could_not_run_is_refused(
 # ---- with tensor cores that arrive ---------------------------------------------------------------
 
 
-def blackwell(
-    q_tiles: int = 2, borrow_q_as_o: bool = False, pair: bool = False, p_apart: bool = False
-) -> Graph:
+def blackwell(q_tiles: int = 2, borrow_q_as_o: bool = False, pair: bool = False) -> Graph:
     return forward_sm100.forward_graph(
         q_tiles=q_tiles,
         stages_kv=3,
@@ -137,17 +135,7 @@ def blackwell(
         registers_softmax=192,
         registers_correction=72,
         registers_other=56,
-        p_apart=p_apart,
     )
-
-
-def test_s_is_handed_back_where_p_has_columns_of_its_own() -> None:
-    here, there = blackwell(), blackwell(p_apart=True)
-    changed = [new for old, new in zip(here.handovers, there.handovers, strict=True) if old != new]
-    assert [(one.name, one.freed_by) for one in changed] == [("mma_s", "warps"), ("mma_o", None)]
-    assert there.arrivals(changed[0]) == (1, 4)  # of the four warps that read it
-    assert changed[1].consumers == ("correction", "softmax0")  # P may be written again
-    assert there.mbarriers == here.mbarriers + 2  # one for each tile of Q
 
 
 @pytest.mark.parametrize("q_tiles", [1, 2])

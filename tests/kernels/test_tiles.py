@@ -271,7 +271,6 @@ def test_rows_of_blackwell_give_a_reason_and_fit() -> None:
     for row in FORWARD_BLACKWELL:
         s, o = row.tmem.columns["s"], row.tmem.columns["o"]
         assert s == (0, 256) and o == (256, row.q_tiles * padded_head_dim(row.head_dim_v))
-        assert row.tmem.columns.get("p") == ((384, 128) if row.p_apart else None)
         with pytest.raises(ValueError, match="smem_bytes"):  # as many stages as there is room for
             replace(row, stages_kv=row.stages_kv + 1)
 
@@ -299,8 +298,6 @@ def test_sizes_of_a_row_of_blackwell() -> None:
         ({"q_tiles": 3}, "q_tiles=3"),
         ({"stages_kv": 1}, "stages_kv=1"),
         ({"pair": True, "launch_queue": True}, "launch_queue=True"),
-        ({"pair": True, "p_apart": True}, "p_apart=True: of a pair"),
-        ({"p_apart": True}, "p ends at column 640"),
         ({"registers_softmax": 240}, "registers="),
         ({"stages_kv": 4}, "smem_bytes="),
         ({"head_dim": 8, "head_dim_v": 136, "stages_kv": 2}, "o ends at column 544"),
@@ -326,7 +323,6 @@ def test_every_pair_of_head_dims_has_a_row_of_blackwell() -> None:
         row = blackwell_tiles("sm_100a", head_dim, head_dim_v)
         assert (row.head_dim, row.head_dim_v) == (head_dim, head_dim_v)
         assert row.q_tiles == (2 if head_dim <= 192 and head_dim_v <= 128 else 1)
-        assert row.p_apart == (max(head_dim, head_dim_v) <= 64)
         assert blackwell_tiles("sm_103a", head_dim, head_dim_v) == replace(row, fma_pairs=0)
     assert has_pair(128, 128) and not has_pair(128, 120)
     with pytest.raises(LookupError, match="no forward tiles for sm_100a at head_dim=64/64"):
