@@ -1,6 +1,6 @@
 """A real run's clocks laid over the replay's: forward at head_dim 128, with turns.
 
-python -m hopwell.benchmarks.micro.trace capture FILE --shape 1x1024x64x128 --turns
+python -m hopwell.benchmarks.micro.trace capture FILE --shape 1x1024x64x128 --heads-kv 8 --turns
 python -m hopwell.benchmarks.micro.trace run FILE docs/results/h200/trace-fwd-d128.json   (a GPU)
 python -m hopwell.benchmarks.overlay                                                      (none)
 

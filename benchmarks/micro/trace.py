@@ -61,18 +61,12 @@ def stamped(ins: Any) -> bool | None:
     return next((b for head, b in STAMPED.items() if ins.opcode.startswith(head)), None)
 
 
-def instrumented(ptx: str, kernel: Any, every: int = 0) -> str:
+def instrumented(ptx: str, kernel: Any) -> str:
     """The text with stamps; `kernel` as `emulator.ptx.parse` made it of the text.
 
-    A stamp of instruction i says 2 i, one behind it 2 i + 1. With `every` there are more, so many
-    instructions apart, in what comes behind the last product.
+    A stamp of instruction i says 2 i, one behind it 2 i + 1.
     """
     pieces: list[tuple[int, str]] = []
-    last = max((i.index for i in kernel.instructions if i.parts[0] == "wgmma"), default=0)
-    for block in kernel.blocks if every else ():
-        more = [i for i in block.instructions if i.index > last][::every]
-        bare = [i for i in more if stamped(i) is None or i.predicate]
-        pieces += [(i.span[0], _stamp(2 * i.index)) for i in bare]
     for ins in kernel.instructions:
         behind = stamped(ins) if not ins.predicate else None
         if behind is not None:
@@ -94,10 +88,13 @@ def capture(
     shape: tuple[int, int, int, int],
     causal: bool,
     stages: int | None = None,
-    every: int = 0,
     turns: bool | None = None,
+    heads_kv: int | None = None,
 ) -> dict[str, Any]:
-    """Kernel and parameters of a forward launch on CPU tensors, whose addresses are to replace."""
+    """Kernel and parameters of a forward launch on CPU tensors, whose addresses are to replace.
+
+    heads_kv: of K and V, where they are fewer than Q's.
+    """
     import cutlass.cute as cute
 
     from ...emulator import loader, ptx
@@ -106,7 +103,8 @@ def capture(
 
     batch, length, heads, dim = shape
     facts = ForwardFacts("bfloat16", dim, dim, causal)
-    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name in "qkvo"}
+    shapes = _shapes(shape, heads_kv or heads)
+    tensors = {name: torch.zeros(each, dtype=torch.bfloat16) for name, each in shapes.items()}
     tensors["lse"] = torch.zeros(batch, heads, length)
     tensors["counter"] = torch.zeros(1, dtype=torch.int32)
     found: list[dict[str, Any]] = []
@@ -119,7 +117,7 @@ def capture(
         ]
         found.append(
             {
-                "ptx": instrumented(launch.ptx, kernel, every),
+                "ptx": instrumented(launch.ptx, kernel),
                 "entry": launch.entry,
                 "grid": launch.grid,
                 "block": launch.block,
@@ -145,16 +143,23 @@ def capture(
                 tensors["counter"],
             )
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    return {**found[0], "shape": shape, "causal": causal, "addresses": addresses}
+    return {**found[0], "shapes": shapes, "causal": causal, "addresses": addresses}
+
+
+def _shapes(shape: tuple[int, int, int, int], heads_kv: int) -> dict[str, tuple[int, ...]]:
+    batch, length, heads, dim = shape
+    return {name: (batch, length, heads_kv if name in "kv" else heads, dim) for name in "qkvo"}
 
 
 def run(captured: dict[str, Any], launches: int = 5) -> dict[str, list[list[int]]]:
     """Stamps (instruction, clock) of each warp of CTA 0, in the last of some launches."""
     from .card import Loaded, word
 
-    batch, length, heads, _ = captured["shape"]
+    shapes = captured["shapes"]
+    batch, length, heads, _ = shapes["q"]
     made = {
-        name: torch.randn(captured["shape"], device="cuda", dtype=torch.bfloat16) for name in "qkvo"
+        name: torch.randn(each, device="cuda", dtype=torch.bfloat16)
+        for name, each in shapes.items()
     }
     made["lse"] = torch.zeros(batch, heads, length, device="cuda")
     made["counter"] = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -173,7 +178,9 @@ def run(captured: dict[str, Any], launches: int = 5) -> dict[str, list[list[int]
         loaded.launch(captured["grid"][0], [*parameters, word(stamps.data_ptr())])
     torch.cuda.synchronize()
     q, k, v = (made[name].float().transpose(1, 2) for name in "qkv")
-    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=captured["causal"])
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=captured["causal"], enable_gqa=True
+    )
     error = (made["o"].float().transpose(1, 2) - wanted).abs().max().item()
     rows = stamps.cpu().numpy().astype(np.uint64)
     found = {
@@ -193,13 +200,18 @@ def main() -> None:
 @click.option("--shape", default="1x1024x16x128", show_default=True)
 @click.option("--causal", is_flag=True)
 @click.option("--stages", type=int, help="Of K and V; by default the table's.")
-@click.option("--every", default=0, help="Stamps so many instructions apart, at the end.")
 @click.option("--turns/--no-turns", default=None, help="By default as the table says.")
+@click.option("--heads-kv", type=int, help="Of K and V; by default as many as of Q.")
 def _capture(
-    file: Path, shape: str, causal: bool, stages: int | None, every: int, turns: bool | None
+    file: Path,
+    shape: str,
+    causal: bool,
+    stages: int | None,
+    turns: bool | None,
+    heads_kv: int | None,
 ) -> None:
     batch, length, heads, dim = map(int, shape.split("x"))
-    made = capture((batch, length, heads, dim), causal, stages, every, turns)
+    made = capture((batch, length, heads, dim), causal, stages, turns, heads_kv)
     file.write_text(json.dumps(made))
 
 
