@@ -26,6 +26,7 @@ SHAPES = [
     (1, 513, (2, 1), 1),
     (65, 1, (1, 1), 2),
 ]
+MASKED = (2, 3)  # of these shapes are about the mask
 # Every row of the table with both masks, and head dims that rows serve beside their own.
 ROWS = [
     BackwardFacts("bfloat16", 64, 64, causal=True),
@@ -57,11 +58,12 @@ def test_every_row_of_the_table_is_here() -> None:
 
 @pytest.mark.parametrize("facts", ROWS, ids=str)
 def test_against_float64(facts: BackwardFacts) -> None:
-    """Lengths that divide nothing, groups of 1, 2 and 7, one query, one key, rows and tiles that
-    see nothing; from the fourth shape on in other orders of completion."""
+    """Lengths that divide nothing, groups of 1, 2 and 7, one query, one key, and where there is a
+    mask rows and tiles that see nothing; from the fourth shape on in other orders of completion."""
     orders = ("eager", "eager", "eager", "deferred", "random", "random")
-    for shape, order in zip(SHAPES, orders, strict=True):
-        check(facts, case(facts, *shape), arch=ARCH, order=order, seed=3)
+    for i, (shape, order) in enumerate(zip(SHAPES, orders, strict=True)):
+        if facts.causal or i not in MASKED:
+            check(facts, case(facts, *shape), arch=ARCH, order=order, seed=3)
 
 
 @pytest.mark.parametrize("facts", [D64, ROWS[3], D128, ROWS[9], ROWS[11]], ids=str)
