@@ -384,19 +384,23 @@ setp.eq.u32 lead, tid, 0;
     return _kernel(body, 32, 2)
 
 
+def _fmas(count: int) -> str:
+    """So many, each chain in turn."""
+    return "\n".join(OPS["fma"].format(i=k % CHAINS) for k in range(count))
+
+
 def straight(count: int, groups: int, loops: int = 8) -> Kernel:
     """`count` FMAs without a jump, by `groups` warpgroups at once, `loops` times.
 
     Results: (begin, end) of the first time, then of the others together.
     """
-    text = "\n".join(f"fma.rn.f32 f{k % CHAINS}, f{k % CHAINS}, one, tiny;" for k in range(count))
     body = f"""
 bar.sync 0;
 mov.u32 i, 0;
 mov.u64 t0, %clock64;
 LOOP:
 .pragma "nounroll";
-{text}
+{_fmas(count)}
 setp.eq.u32 done, i, 0;
 @done mov.u64 t1, %clock64;
 add.s32 i, i, 1;
@@ -414,6 +418,7 @@ setp.eq.u32 lead, tid, 0;
 
 
 BRANCHES = 32
+SKIPPED = 24  # FMAs, by a branch that is taken
 BRANCH = {
     # Not taken; over some instructions, by all; around what one lane does.
     "passed": "@never bra AWAY{i};",
@@ -422,19 +427,13 @@ BRANCH = {
 }
 
 
-def branches(kind: str, apart: int, skipped: int = 24, loops: int = 8) -> Kernel:
-    """A branch of BRANCH behind every `apart` FMAs, BRANCHES of them, `loops` times; a branch that
-    is taken is over `skipped` more.
+def branches(kind: str, apart: int, loops: int = 8) -> Kernel:
+    """A branch of BRANCH behind every `apart` FMAs, BRANCHES of them, `loops` times.
 
     Results: begin, end.
     """
-
-    def fmas(number: int) -> str:
-        one = "fma.rn.f32 f{i}, f{i}, one, tiny;"
-        return "\n".join(one.format(i=k % CHAINS) for k in range(number))
-
     text = "\n".join(
-        f"{fmas(apart)}\n{BRANCH[kind].format(i=i, fmas=fmas(skipped))}" for i in range(BRANCHES)
+        f"{_fmas(apart)}\n{BRANCH[kind].format(i=i, fmas=_fmas(SKIPPED))}" for i in range(BRANCHES)
     )
     away = "\n".join(f"AWAY{i}:\nst.global.u32 [out+{4 * i}], x0;" for i in range(BRANCHES))
     body = f"""
@@ -482,7 +481,10 @@ setp.eq.u32 lead, tid, 0;
     return _kernel(body, WARPGROUP, 2)
 
 
-def stores(count: int, groups: int, row: int = 4096) -> Kernel:
+ROW_BYTES = 4096  # from one row that is stored to, to the next
+
+
+def stores(count: int, groups: int) -> Kernel:
     """`count` stores of 16 bytes a lane, 64 a quad, to rows of `data`; a read of shared memory.
 
     Results: clocks at the begin, with all stores issued, with the word read.
@@ -493,7 +495,7 @@ def stores(count: int, groups: int, row: int = 4096) -> Kernel:
     body = f"""
 shr.u32 at, tid, 2;
 mad.lo.u32 at, cta, {WARPGROUP * groups // 4}, at;
-mul.wide.u32 span, at, {row};
+mul.wide.u32 span, at, {ROW_BYTES};
 and.b32 at, tid, 3;
 mul.wide.u32 d0, at, 16;
 add.s64 place, from, span;

@@ -300,6 +300,7 @@ class _Sim:
         self.points: dict[Point, Signal] = {}
         self.jobs: dict[tuple[int, int, int], tuple[_Job, Counter[str]]] = {}
         self.works: dict[Parts, Work] = {}
+        self.slices: dict[tuple[Parts, ...], list[Work]] = {}
         self.spins: dict[int, bool] = {}
         self.warps: list[_Warp] = []
         expected: Counter[Point] = Counter()
@@ -439,16 +440,23 @@ class _Sim:
                 together.append(at)
             elif not isinstance(step, _FLOWING):
                 if len(together) > 1:
-                    parts = [warp.steps[i].parts for i in together]  # pyright: ignore
-                    each = [self._work(warp.recording, one) for one in parts]
-                    whole = self._work(warp.recording, tuple(itertools.chain(*parts)))
-                    clocks, begin = sum(one.alone for one in each), 0.0
-                    for i, one in zip(together, each, strict=True):
-                        end = begin + one.alone / clocks if clocks else 1.0
-                        works[i] = whole.during(begin, end, one) if end > begin else one
-                        begin = end
+                    parts = tuple(warp.steps[i].parts for i in together)  # pyright: ignore
+                    works.update(zip(together, self._slices(warp.recording, parts), strict=True))
                 together = []
         return works
+
+    def _slices(self, recording: Recording, stretches: tuple[Parts, ...]) -> list[Work]:
+        """The schedule of all, cut where each one's share of the time that they take alone ends."""
+        if stretches not in self.slices:
+            each = [self._work(recording, parts) for parts in stretches]
+            whole = self._work(recording, tuple(itertools.chain(*stretches)))
+            clocks, begin = sum(one.alone for one in each), 0.0
+            self.slices[stretches] = made = []
+            for one in each:
+                end = begin + one.alone / clocks if clocks else 1.0
+                made.append(whole.during(begin, end, one) if end > begin else one)
+                begin = end
+        return self.slices[stretches]
 
     def _before(self, warp: _Warp, effect: Effect) -> list[Signal]:
         """What has to have happened for a warp to go on."""

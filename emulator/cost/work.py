@@ -52,10 +52,9 @@ class Work:
 
     def parts(self) -> list[Work]:
         """The phases, each by itself."""
-        alike = [Phase(1.0, self.units)]
         return [
             Work(self.alone * phase.share, self.beside * phase.share, phase.units)
-            for phase in self.phases or alike
+            for phase in self.phases or (Phase(1.0, self.units),)
         ]
 
     def during(self, begin: float, end: float, of: Work) -> Work:
@@ -209,6 +208,7 @@ def _schedule(
     step = 1 / shares["issue"]
     for node in reversed(nodes):
         node.height = node.latency + max((nodes[i].height for i in node.after), default=0.0)
+    heights = [node.height for node in nodes]
     free = dict.fromkeys(UNITS, 0.0)
     issued = [0.0] * len(nodes)
     left = list(range(len(nodes)))
@@ -220,8 +220,7 @@ def _schedule(
         if not able:
             now = min(begins)
             continue
-        _, first = max((nodes[i].height, -i) for i in able)
-        chosen = -first
+        chosen = max(able, key=heights.__getitem__)
         left.remove(chosen)
         node, issued[chosen] = nodes[chosen], now
         if node.unit:

@@ -16,7 +16,7 @@ from hopwell.benchmarks.timeline import roles
 from hopwell.emulator import loader
 from hopwell.emulator.cost import GPUS, Gpu, replay
 from hopwell.emulator.cost.rates import Known
-from hopwell.emulator.cost.replay import _level
+from hopwell.emulator.cost.replay import Replay, _level
 from hopwell.emulator.cost.timeline import chrome, marks, page
 from hopwell.emulator.cost.work import LOOKAHEAD, UNITS, Work, measure
 from hopwell.emulator.machine import Machine
@@ -52,6 +52,16 @@ def run(kernel: kernels.Kernel, data: np.ndarray | None = None) -> tuple[Recordi
     return recording, machine.counters
 
 
+def longest(found: Replay) -> float:
+    """Clocks of the longest stretch of warp 0."""
+    return max(s.end - s.start for s in found.spans if s.lane == "warp 0" and s.kind == "work")
+
+
+def on_h200(kernel: kernels.Kernel) -> Replay:
+    """One micro-benchmark in modelled time."""
+    return replay([run(kernel)[0]], H200)
+
+
 def with_rates(**rates: float) -> Gpu:
     return replace(H200, **{name: Known(value, "test") for name, value in rates.items()})
 
@@ -76,9 +86,8 @@ def test_exponentials_bind(lanes: int) -> None:
     """64 of them, eight times, by a warp of each scheduler: 512 times 32 lanes of a quarter's."""
     recording, counters = run(kernels.rate([kernels.OPS["ex2"]], 1, 0, loops=8))
     found = replay([recording], with_rates(mufu_lanes=lanes, jump_latency=0))
-    longest = max(s.end - s.start for s in found.spans if s.lane == "warp 0")
     assert counters.total("mufu") == 4 * 512
-    assert longest == pytest.approx(512 * 32 * 4 / lanes, rel=0.1)
+    assert longest(found) == pytest.approx(512 * 32 * 4 / lanes, rel=0.1)
 
 
 def test_of_two_maxima_that_follow_each_other_ptxas_makes_one() -> None:
@@ -155,21 +164,14 @@ def test_a_mix_beside_products_is_slower_than_its_slowest_unit(
     loops = 8
     recording, _ = run(kernels.rate(kernels.SOFTMAX, groups, 128, loops))
     found = replay([recording], H200)
-    longest = max(s.end - s.start for s in found.spans if s.lane == "warp 0" and s.kind == "work")
     mufu = 8 / H200.beside_mufu * groups
-    assert mufu < 4 * longest / (kernels.UNROLL * loops) == pytest.approx(measured, rel=0.15)
-
-
-def longest(kernel: kernels.Kernel) -> float:
-    """Clocks of the longest stretch of warp 0, on an H200."""
-    found = replay([run(kernel)[0]], H200)
-    return max(s.end - s.start for s in found.spans if s.lane == "warp 0" and s.kind == "work")
+    assert mufu < 4 * longest(found) / (kernels.UNROLL * loops) == pytest.approx(measured, rel=0.15)
 
 
 def test_what_follows_stores_waits_until_they_left() -> None:
     """Behind 16 stores the H200 reads shared memory after 1,507 clocks, behind 4 after 209, all SMs
     at once (`micro`)."""
-    more, few = (longest(kernels.stores(count, 1)) for count in (16, 4))
+    more, few = (longest(on_h200(kernels.stores(count, 1))) for count in (16, 4))
     assert more - few == pytest.approx(1507 - 209, rel=0.15)
 
 
@@ -177,10 +179,9 @@ def test_a_jump_and_a_test_take_what_was_measured() -> None:
     """`micro`, on an H200: 26 clocks of a branch that is taken, 0.5 of one that is not, 42 of a
     test of an mbarrier."""
     count = kernels.BRANCHES * 8
-    taken, passed = (longest(kernels.branches(kind, 16)) for kind in ("taken", "passed"))
+    taken, passed = (longest(on_h200(kernels.branches(one, 16))) for one in ("taken", "passed"))
     assert taken - passed == pytest.approx(26 * count, rel=0.1)
-    recording, _ = run(kernels.tests())
-    assert replay([recording], H200).clocks - H200.start > 42 * 0.9 * kernels.TESTS
+    assert on_h200(kernels.tests()).clocks - H200.start > 42 * 0.9 * kernels.TESTS
 
 
 def test_phases_are_the_stretch() -> None:
@@ -211,10 +212,7 @@ def test_instructions_far_behind_are_not_issued_early() -> None:
 def test_results_come_later_beside_products() -> None:
     recording, _ = run(kernels.rate((kernels.OPS["ex2"],), 1, 128, 8, chains=1))
     found = [replay([recording], with_rates(beside_latency=n)) for n in (0.0, 3.0)]
-    at_once, later = (
-        max(s.end - s.start for s in one.spans if s.lane == "warp 0" and s.kind == "work")
-        for one in found
-    )
+    at_once, later = map(longest, found)
     beside = found[1].busy("tensor") / (found[1].clocks - H200.start)
     assert later - at_once == pytest.approx(3 * kernels.UNROLL * 8 * beside, rel=0.1)
 
